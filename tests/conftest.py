@@ -1,0 +1,35 @@
+"""Fixtures that every test file may use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import tracefile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """Where a test may put its trace."""
+    return str(tmp_path / "step_000001.trace")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20261130)
+
+
+@pytest.fixture(autouse=True)
+def default_settings() -> Iterator[None]:
+    """Each test starts with the default settings and an empty chunk cache, and leaves no others behind."""
+    before = tracefile.settings()
+    tracefile.clear_cache()
+    yield
+    tracefile.configure(**{name: getattr(before, name) for name in before.__slots__})
+    tracefile.clear_cache()

@@ -1,0 +1,75 @@
+"""tracefile: routed experts of MoE rollouts in memory-mapped traces, read lazily by the ranks that need them."""
+
+from tracefile._version import __version__
+from tracefile.cache import clear_cache
+from tracefile.errors import (
+    ChunkDamagedError,
+    ChunkMissingError,
+    ClosedError,
+    ConfigurationMismatchError,
+    DamagedTraceError,
+    DuplicateSampleError,
+    ExpertIdError,
+    FormatVersionError,
+    LazyTensorError,
+    MaterializeLimitError,
+    MetadataDamagedError,
+    MissingRowsError,
+    NotATraceError,
+    OptionError,
+    PublishError,
+    RoutedExpertsShapeError,
+    RoutedExpertsTypeError,
+    SampleIdError,
+    SampleNotFoundError,
+    SegmentMissingError,
+    ShardDamagedError,
+    TraceError,
+    TraceNotFoundError,
+)
+from tracefile.format import ChunkGeometry, ModelConfig
+from tracefile.lazy import LazyRoutedExperts
+from tracefile.settings import Settings, configure, settings
+from tracefile.stats import ReadStats
+from tracefile.store import process_stats
+from tracefile.trace import Trace, open
+from tracefile.writer import TraceWriter
+
+__all__ = [
+    "__version__",
+    "open",
+    "Trace",
+    "TraceWriter",
+    "LazyRoutedExperts",
+    "ModelConfig",
+    "ChunkGeometry",
+    "ReadStats",
+    "process_stats",
+    "Settings",
+    "settings",
+    "configure",
+    "clear_cache",
+    "TraceError",
+    "TraceNotFoundError",
+    "NotATraceError",
+    "FormatVersionError",
+    "ConfigurationMismatchError",
+    "DamagedTraceError",
+    "MetadataDamagedError",
+    "SegmentMissingError",
+    "ShardDamagedError",
+    "ChunkMissingError",
+    "ChunkDamagedError",
+    "SampleNotFoundError",
+    "DuplicateSampleError",
+    "SampleIdError",
+    "ExpertIdError",
+    "RoutedExpertsShapeError",
+    "RoutedExpertsTypeError",
+    "MissingRowsError",
+    "MaterializeLimitError",
+    "LazyTensorError",
+    "ClosedError",
+    "PublishError",
+    "OptionError",
+]

@@ -1,0 +1,97 @@
+"""Decoded chunks kept for reuse, with a byte budget for the whole process.
+
+Reading a shard layer by layer asks for each chunk once per layer; the cache makes that one decoding. It holds
+decoded arrays, least recently used out first, and never more bytes than its budget.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from tracefile.settings import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
+Key = tuple[int, int]  # an open segment's serial number, a chunk's number in its grid
+
+
+class ChunkCache:
+    """A least-recently-used cache of decoded chunks. Safe for threads.
+
+    Parameters
+    ----------
+    budget : callable
+        Gives the byte budget in force.
+    """
+
+    def __init__(self, budget: Callable[[], int]) -> None:
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[Key, np.ndarray[Any, Any]] = OrderedDict()
+        self.nbytes = 0
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        # Another thread of the parent may have held the lock, with the books half made.
+        self._lock = threading.Lock()
+        self._chunks = OrderedDict()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def enabled(self) -> bool:
+        return self._budget() > 0
+
+    def get(self, key: Key) -> np.ndarray[Any, Any] | None:
+        with self._lock:
+            chunk = self._chunks.get(key)
+            if chunk is not None:
+                self._chunks.move_to_end(key)
+            return chunk
+
+    def put(self, key: Key, chunk: np.ndarray[Any, Any]) -> None:
+        budget = self._budget()
+        with self._lock:
+            if key in self._chunks or chunk.nbytes > budget:
+                return
+            self._chunks[key] = chunk
+            self.nbytes += chunk.nbytes
+            self._shrink(budget)
+
+    def _shrink(self, budget: int) -> None:
+        while self.nbytes > budget:
+            self.nbytes -= self._chunks.popitem(last=False)[1].nbytes
+
+    def trim(self) -> None:
+        """Give back what lies over the budget, after it was lowered."""
+        with self._lock:
+            self._shrink(self._budget())
+
+    def drop(self, segment: int | None = None) -> None:
+        """Forget the chunks of one open segment, or all."""
+        with self._lock:
+            for key in [k for k in self._chunks if segment is None or k[0] == segment]:
+                self.nbytes -= self._chunks.pop(key).nbytes
+
+    def usage(self, segments: set[int]) -> tuple[int, int]:
+        """How many chunks of these open segments are held, and their bytes."""
+        with self._lock:
+            held = [chunk.nbytes for key, chunk in self._chunks.items() if key[0] in segments]
+        return len(held), sum(held)
+
+
+#: The cache of this process.
+chunk_cache = ChunkCache(lambda: settings().cache_bytes)
+
+
+def clear_cache() -> None:
+    """Forget every decoded chunk of this process."""
+    chunk_cache.drop()

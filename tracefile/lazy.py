@@ -1,0 +1,402 @@
+""":class:`LazyRoutedExperts`: a torch Tensor that reads its values when they are needed, and only those.
+
+Frameworks pad, concatenate, slice, pickle and move routed experts through code that expects tensors. A lazy
+tensor goes through all of that as a description (a :class:`~tracefile.selection.Selection`) and becomes values
+at the first operation that needs them: exactly the rows and layers that are then left.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
+
+import numpy as np
+import torch
+
+from tracefile.dispatch import dispatch
+from tracefile.encode import as_words
+from tracefile.errors import (
+    LazyTensorError,
+    MaterializeLimitError,
+    MissingRowsError,
+    OptionError,
+    RoutedExpertsShapeError,
+)
+from tracefile.format import ModelConfig
+from tracefile.read import read_rows
+from tracefile.runs import Rows, check_fill, decode_rows, encode_rows
+from tracefile.selection import Selection
+from tracefile.settings import settings
+from tracefile.stats import ReadStats
+from tracefile.store import segment_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+_NUMPY_DTYPES = {
+    "uint8": torch.uint8,
+    "uint16": torch.uint16,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint64": torch.uint64,
+}
+
+
+class LazyRoutedExperts(torch.Tensor):
+    """Routed experts ``[tokens, layers, top_k]`` that are read when an operation needs values.
+
+    Lazy are: slicing, selecting, splitting and indexing rows and layers; ``cat``, ``stack`` and ``pad`` on rows,
+    also with ordinary tensors; reshapes that keep ``[layers, top_k]`` or merge it; ``to``, ``contiguous``,
+    ``clone``, ``detach``, ``pin_memory``; ``np.concatenate``; pickling and copying. Everything else reads
+    exactly the tensors that it was given and returns a plain tensor. Writing into it is refused.
+
+    ``dtype`` and ``device`` say what values will have; on disk they are uint8 or uint16, and they travel to a
+    device in that width and are widened there. Obtained from :class:`~tracefile.TraceWriter` and
+    :func:`~tracefile.open`, not constructed.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile, torch, tracefile
+    >>> path = tempfile.mkdtemp() + "/step_1.trace"
+    >>> with tracefile.TraceWriter(path, num_layers=3, top_k=2, num_experts=64) as writer:
+    ...     experts = writer.append("a", np.arange(30).reshape(5, 3, 2))
+    >>> padding = torch.zeros(3, 3, 2, dtype=experts.dtype)
+    >>> local = torch.cat([experts, padding])[4:6, 1]
+    >>> local
+    <LazyRoutedExperts 2 x 2 int32 (uint8 on disk), 1 row of 1 segment, 1 padding row, nothing read>
+    >>> local + 0
+    tensor([[26, 27],
+            [ 0,  0]], dtype=torch.int32)
+    """
+
+    selection: Selection
+    pinned: bool
+    fill: str
+
+    @staticmethod
+    def __new__(cls, *args: Any, **kwargs: Any) -> LazyRoutedExperts:
+        raise LazyTensorError("lazy routed experts come from TraceWriter.append or tracefile.open(path)[sample_id]")
+
+    @classmethod
+    def _wrap(
+        cls, selection: Selection, dtype: torch.dtype, device: torch.device, pinned: bool, fill: str
+    ) -> LazyRoutedExperts:
+        lazy = torch.Tensor._make_wrapper_subclass(cls, selection.shape, dtype=dtype, device=device)
+        lazy.selection = selection
+        lazy.pinned = pinned
+        lazy.fill = fill
+        return lazy
+
+    @classmethod
+    def from_rows(cls, rows: Rows, config: ModelConfig, *, fill: str = "error") -> LazyRoutedExperts:
+        """All layers of a selection of rows, as int32 on the CPU."""
+        return cls._wrap(Selection.whole(rows, config), torch.int32, torch.device("cpu"), False, fill)
+
+    def with_selection(
+        self,
+        selection: Selection,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        pinned: bool | None = None,
+        fill: str | None = None,
+    ) -> LazyRoutedExperts:
+        """The tensor of another selection, otherwise like this one."""
+        return self._wrap(
+            selection,
+            self.dtype if dtype is None else dtype,
+            self.device if device is None else device,
+            self.pinned if pinned is None else pinned,
+            self.fill if fill is None else fill,
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if isinstance(result, tuple | list):
+            return type(result)(map(_unlinked, result)) if type(result) in (tuple, list) else result
+        return _unlinked(result)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return dispatch(LazyRoutedExperts, func, args, kwargs or {})
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model configuration of the trace."""
+        return self.selection.config
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Global ids of the layers that are selected."""
+        return tuple(self.config.layer_ids[layer] for layer in self.selection.layers)
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """Bool per row: false where the routing was never captured. Reads nothing."""
+        return torch.from_numpy(self.selection.rows.valid()).view(self.selection.lead)
+
+    def filled(self, fill: str) -> LazyRoutedExperts:
+        """The same tensor with missing rows rendered by ``fill``.
+
+        Parameters
+        ----------
+        fill : {"error", "spread", "arange", "zeros", "minus_one"}
+            Refuse; experts dealt out evenly; experts ``0..top_k-1``; expert 0; -1.
+        """
+        return self.with_selection(self.selection, fill=check_fill(fill))
+
+    def holds(self, dtype: torch.dtype) -> bool:
+        """Whether ``dtype`` is an integer dtype that holds every value this tensor can have."""
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            return False
+        low, high = self.selection.bounds(self.fill)
+        info = torch.iinfo(dtype)
+        return info.min <= low and high <= info.max
+
+    def materialize(
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        pin_memory: bool | None = None,
+        contiguous: bool = False,
+    ) -> torch.Tensor:
+        """Read the values.
+
+        Parameters
+        ----------
+        device, dtype : optional
+            Of the result; default those of this tensor. Values travel in the stored width and are widened there.
+        out : torch.Tensor, optional
+            Where to put them, of this tensor's shape, any dtype and device.
+        pin_memory : bool, optional
+            Read into page-locked memory, where there is a CUDA device to lock it for.
+        contiguous : bool
+            By default the result lies in memory layer by layer (``result[:, layer]`` is contiguous), as it is
+            stored. True: row by row, like an ordinary tensor; costs one more copy.
+
+        Returns
+        -------
+        torch.Tensor
+            Plain, of this tensor's shape.
+
+        Raises
+        ------
+        MissingRowsError
+            Rows that were never captured are among them, and ``fill`` is "error".
+        MaterializeLimitError
+            More bytes than ``materialize_limit`` allows.
+        DamagedTraceError
+            A segment is missing or damaged.
+        """
+        selection = self.selection
+        dtype = self.dtype if dtype is None else dtype
+        device = self.device if device is None else torch.device(device)
+        if out is not None:
+            dtype, device = out.dtype, out.device
+            if out.shape != self.shape:
+                raise RoutedExpertsShapeError(f"out has shape {list(out.shape)}, not {list(self.shape)}")
+        self._check_readable(dtype)
+        pin = (self.pinned if pin_memory is None else pin_memory) and torch.cuda.is_available()
+        narrow = _NUMPY_DTYPES[selection.read_dtype(self.fill).name]
+        host = self._direct_target(out, narrow)
+        if host is not None:
+            self._read(host)
+            return cast("torch.Tensor", out)
+        host = torch.empty(selection.array_shape, dtype=narrow, pin_memory=pin)
+        self._read(host)
+        values = self._shaped(host, contiguous)
+        if device.type != "cpu":
+            values = self._move(values, device, pin)
+        if out is not None:
+            return out.copy_(values)
+        if pin and device.type == "cpu" and dtype != narrow:
+            return torch.empty(self.shape, dtype=dtype, pin_memory=True).copy_(values)
+        return values.to(dtype)
+
+    def _check_readable(self, dtype: torch.dtype) -> None:
+        missing = self.selection.rows.missing_ranges()
+        if missing and self.fill == "error":
+            listed = ", ".join(f"[{start}, {stop})" for start, stop in missing[:5]) + (", ..." if missing[5:] else "")
+            raise MissingRowsError(
+                f"rows {listed} of this tensor were never captured; leave them out with experts.valid, or choose a"
+                " rendering with experts.filled('spread' | 'arange' | 'zeros' | 'minus_one')",
+                rows=missing,
+            )
+        limit, wanted = settings().materialize_limit, self.numel() * dtype.itemsize
+        if limit is not None and wanted > limit:
+            raise MaterializeLimitError(
+                f"reading {tuple(self.shape)} as {dtype} needs {wanted:,} bytes, over the limit of {limit:,}: slice"
+                " first, or raise tracefile.configure(materialize_limit=...)",
+                wanted=wanted,
+                limit=limit,
+            )
+
+    def _direct_target(self, out: torch.Tensor | None, narrow: torch.dtype) -> torch.Tensor | None:
+        """``out`` seen as ``[layers, rows, top_k]``, if values can be read straight into it."""
+        if out is None or out.dtype != narrow or out.device.type != "cpu" or type(out) is not torch.Tensor:
+            return None
+        if self.selection.form == "layer":
+            target = out.unsqueeze(0)
+        elif self.selection.form == "layers" and len(self.selection.lead) == 1:
+            target = out.transpose(0, 1)
+        else:
+            return None
+        return target.view(self.selection.array_shape) if target.is_contiguous() else None
+
+    def _read(self, host: torch.Tensor) -> None:
+        selection = self.selection
+        read_rows(selection.rows, selection.layers, selection.config, host.numpy(), fill=self.fill)
+
+    def _shaped(self, host: torch.Tensor, contiguous: bool) -> torch.Tensor:
+        """What was read as ``[layers, rows, top_k]``, in this tensor's shape."""
+        layers = host.shape[0]
+        if layers > 1 and (contiguous or self.selection.form == "flat"):
+            words = as_words(host.numpy()).swapaxes(0, 1)
+            rows = np.ascontiguousarray(words).reshape(-1).view(host.numpy().dtype)
+            return torch.from_numpy(rows).view(self.shape)
+        if layers == 1:
+            return host.view(self.shape)
+        return host.view(layers, *self.selection.lead, -1).movedim(0, -2)
+
+    def _move(self, values: torch.Tensor, device: torch.device, pinned: bool) -> torch.Tensor:
+        """The one place where values go to another device."""
+        moved = values.to(device, non_blocking=pinned)
+        for trace in {segment.trace for segment in self.selection.rows.segments()}:
+            segment_pool.record(trace, ReadStats(bytes_moved=values.nbytes))
+            break
+        return moved
+
+    def numpy(self, *, force: bool = False) -> Array:
+        """The values as a numpy array, row by row."""
+        if self.device.type != "cpu" and not force:
+            raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
+        return self.materialize(device="cpu", contiguous=True).numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError("lazy routed experts hold no array that could be shared; reading makes one")
+        values = self.numpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def __array_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """``np.concatenate`` stays lazy; other numpy functions get values."""
+        if func is np.concatenate and set(kwargs) <= {"axis"} and len(args) <= 2:
+            parts = [torch.from_numpy(part) if isinstance(part, np.ndarray) else part for part in args[0]]
+            axis = kwargs.get("axis", args[1] if len(args) == 2 else 0)
+            if isinstance(axis, int) and all(isinstance(part, torch.Tensor) for part in parts):
+                return torch.cat(parts, axis)
+        args, kwargs = torch.utils._pytree.tree_map_only(LazyRoutedExperts, np.asarray, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+        return self.numpy(force=True).tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickled as a reference: which rows of which trace, and the padding; a few hundred bytes."""
+        selection, config = self.selection, self.config
+        everything = tuple(range(config.num_layers))
+        return rebuild_lazy, (
+            1,
+            (config.num_layers, config.top_k, config.num_experts),
+            None if config.layer_ids == everything else config.layer_ids,
+            encode_rows(selection.rows),
+            None if selection.layers == everything else selection.layers,
+            selection.lead,
+            selection.form,
+            str(self.dtype).removeprefix("torch."),
+            str(self.device),
+            self.pinned,
+            self.fill,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyRoutedExperts:
+        return self.with_selection(self.selection)
+
+    def share_memory_(self) -> LazyRoutedExperts:
+        """Nothing to do: other processes get a reference."""
+        return self
+
+    def is_shared(self) -> bool:
+        return True
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.materialize(contiguous=True).__dlpack__(**kwargs)
+
+    def _no_storage(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise LazyTensorError("lazy routed experts have no storage in memory; call experts.materialize() first")
+
+    data_ptr = untyped_storage = storage = _typed_storage = resize_ = set_ = _no_storage
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        rows = self.selection.rows
+        padding = sum(len(run) for run in rows.runs if hasattr(run, "core"))
+        missing = sum(stop - start for start, stop in rows.missing_ranges())
+        parts = [
+            f"{' x '.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}"
+            f" ({self.config.dtype} on disk)",
+            f"{_count(len(rows) - padding - missing, 'row')} of {_count(len(rows.segments()), 'segment')}",
+        ]
+        if padding:
+            parts.append(_count(padding, "padding row"))
+        if missing:
+            parts.append(f"{_count(missing, 'missing row')} (fill {self.fill})")
+        if self.device.type != "cpu":
+            parts.append(f"for {self.device}")
+        return f"<LazyRoutedExperts {', '.join(parts)}, nothing read>"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _unlinked(value: Any) -> Any:
+    """A lazy tensor without autograd's link to the tensor that it was sliced from, whose padding that would pin."""
+    if isinstance(value, LazyRoutedExperts) and value._is_view():
+        return value.with_selection(value.selection)
+    return value
+
+
+def rebuild_lazy(
+    version: int,
+    model: tuple[int, int, int],
+    layer_ids: tuple[int, ...] | None,
+    rows: tuple[Any, ...],
+    layers: tuple[int, ...] | None,
+    lead: tuple[int, ...],
+    form: Any,
+    dtype: str,
+    device: str,
+    pinned: bool,
+    fill: str,
+) -> LazyRoutedExperts:
+    """Make the lazy tensor that was pickled. Opens nothing."""
+    if version != 1:
+        raise OptionError(f"this handle was pickled by a newer tracefile (form {version}); upgrade tracefile")
+    config = _config(*model, tuple(layer_ids or ()))
+    selected = tuple(range(config.num_layers)) if layers is None else tuple(layers)
+    selection = Selection(config, decode_rows(rows), selected, tuple(lead), form)
+    return LazyRoutedExperts._wrap(selection, getattr(torch, dtype), torch.device(device), pinned, fill)
+
+
+@functools.lru_cache(maxsize=64)
+def _config(num_layers: int, top_k: int, num_experts: int, layer_ids: tuple[int, ...]) -> ModelConfig:
+    return ModelConfig(num_layers, top_k, num_experts, layer_ids)
+
+
+# torch.load(weights_only=True), its default, refuses functions that it does not know.
+torch.serialization.add_safe_globals([rebuild_lazy])

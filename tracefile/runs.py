@@ -1,0 +1,347 @@
+"""Which rows: the algebra of selections. Pure: no files, no torch.
+
+A selection of rows is an ordered list of runs. A run is rows of a segment (:class:`StoredRun`), rows that
+were never captured (:class:`MissingRun`), or rows that live in memory because a framework concatenated them
+(:class:`PaddingRun`). Slicing, taking and concatenating selections touches no data but the padding, which is
+kept compact and cut with the slice, so that a selection never pins more than its own rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from tracefile.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from tracefile.metadata import SampleEntry
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+class TraceRef(NamedTuple):
+    """Names a trace: where it is, and which one it must be."""
+
+    path: str
+    uuid: str
+    source: str
+
+
+class SegmentRef(NamedTuple):
+    """Names a segment of a trace."""
+
+    trace: TraceRef
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """Rows ``[start, stop)`` of a segment."""
+
+    segment: SegmentRef
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def cut(self, start: int, stop: int) -> StoredRun:
+        return StoredRun(self.segment, self.start + start, self.start + stop)
+
+    def joined(self, other: Run) -> StoredRun | None:
+        if isinstance(other, StoredRun) and other.start == self.stop and other.segment == self.segment:
+            return StoredRun(self.segment, self.start, other.stop)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class MissingRun:
+    """Rows ``[start, stop)`` of a block of rows that were never captured.
+
+    The position within the block is kept, because some renderings of missing rows depend on it.
+    """
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def cut(self, start: int, stop: int) -> MissingRun:
+        return MissingRun(self.start + start, self.start + stop)
+
+    def joined(self, other: Run) -> MissingRun | None:
+        if isinstance(other, MissingRun) and other.start == self.stop:
+            return MissingRun(self.start, other.stop)
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddingRun:
+    """Rows in memory, ``[rows, layers, top_k]``, in the narrowest dtype that holds them.
+
+    ``core`` has length 1 along every axis on which all values agree; the rest of the rows is ``shape``.
+    """
+
+    core: Array
+    shape: tuple[int, int, int]
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, values: Array, stored: np.dtype[Any]) -> PaddingRun:
+        """Compact ``values`` ``[rows, layers, top_k]``: to the ``stored`` dtype where they fit it."""
+        low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
+        shape = (values.shape[0], values.shape[1], values.shape[2])
+        core = values
+        for axis in range(3):
+            first = core.take([0], axis) if core.shape[axis] else core
+            if core.shape[axis] > 1 and bool((core == first).all()):
+                core = first
+        # A copy, always: the caller's tensor may be a small view of a large storage, and may change.
+        return cls(np.array(core, dtype=narrowest_dtype(low, high, stored), order="C"), shape, low, high)
+
+    @classmethod
+    def constant(cls, value: int, rows: int, layers: int, top_k: int, stored: np.dtype[Any]) -> PaddingRun:
+        core = np.full((1, 1, 1), value, narrowest_dtype(value, value, stored))
+        return cls(core, (rows, layers, top_k), value, value)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def values(self) -> Array:
+        return np.broadcast_to(self.core, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this run holds in memory."""
+        return self.core.nbytes
+
+    def cut(self, start: int, stop: int) -> PaddingRun:
+        core = self.core if self.core.shape[0] == 1 else self.core[start:stop].copy()
+        return PaddingRun(core, (stop - start, *self.shape[1:]), self.low, self.high)
+
+    def joined(self, other: Run) -> PaddingRun | None:
+        if (
+            isinstance(other, PaddingRun)
+            and self.core.shape[0] == other.core.shape[0] == 1
+            and self.core.dtype == other.core.dtype
+            and np.array_equal(self.core, other.core)
+        ):
+            return PaddingRun(self.core, (len(self) + len(other), *self.shape[1:]), self.low, self.high)
+        return None
+
+    def with_layers(self, positions: Sequence[int]) -> PaddingRun:
+        core = self.core if self.core.shape[1] == 1 else self.core[:, list(positions)]
+        return PaddingRun(core, (self.shape[0], len(positions), self.shape[2]), self.low, self.high)
+
+
+Run: TypeAlias = StoredRun | MissingRun | PaddingRun
+
+
+def narrowest_dtype(low: int, high: int, stored: np.dtype[Any]) -> np.dtype[Any]:
+    """The stored dtype if it holds ``[low, high]``, else the narrowest signed dtype that does."""
+    for name in (stored.name, "int8", "int16", "int32", "int64"):
+        info = np.iinfo(name)
+        if info.min <= low and high <= info.max:
+            return np.dtype(name)
+    return np.dtype("uint64")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """An ordered selection of rows.
+
+    Examples
+    --------
+    >>> segment = SegmentRef(TraceRef("/t.trace", "u", "auto"), "s")
+    >>> rows = Rows.of([StoredRun(segment, 0, 10), MissingRun(0, 2)])
+    >>> len(rows), rows[8:11].runs[0].start, rows[8:11].runs[1]
+    (12, 8, MissingRun(start=0, stop=1))
+    """
+
+    runs: tuple[Run, ...]
+    ends: tuple[int, ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, runs: Iterable[Run]) -> Rows:
+        """Put runs together; neighbours that continue each other become one, empty ones vanish."""
+        kept: list[Run] = []
+        for run in runs:
+            if not len(run):
+                continue
+            joined = kept[-1].joined(run) if kept else None
+            if joined is None:
+                kept.append(run)
+            else:
+                kept[-1] = joined
+        ends: list[int] = []
+        total = 0
+        for run in kept:
+            total += len(run)
+            ends.append(total)
+        return cls(tuple(kept), tuple(ends))
+
+    @classmethod
+    def of_sample(cls, entry: SampleEntry, trace: TraceRef) -> Rows:
+        """The rows of a sample of ``trace``; those that were never captured become missing runs."""
+        stored = cls.of(StoredRun(SegmentRef(trace, span.segment), span.start, span.stop) for span in entry.spans)
+        parts, done = [], 0
+        for start, stop in entry.missing:
+            parts += [stored[done:start], cls.of([MissingRun(0, stop - start)])]
+            done = stop
+        return cls.concat([*parts, stored[done:]]) if parts else stored
+
+    @classmethod
+    def concat(cls, parts: Iterable[Rows]) -> Rows:
+        return cls.of(run for part in parts for run in part.runs)
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def _cut(self, start: int, stop: int) -> Iterator[Run]:
+        """The runs of rows ``[start, stop)``, ``0 <= start <= stop <= len(self)``."""
+        number = bisect_right(self.ends, start)
+        while start < stop:
+            run = self.runs[number]
+            end = self.ends[number]
+            begin = end - len(run)
+            last = min(stop, end)
+            yield run if start == begin and last == end else run.cut(start - begin, last - begin)
+            start = last
+            number += 1
+
+    def __getitem__(self, rows: slice) -> Rows:
+        start, stop, step = rows.indices(len(self))
+        if step != 1:
+            return self.take(np.arange(start, stop, step))
+        if start == 0 and stop == len(self):
+            return self
+        return Rows.of(self._cut(start, max(start, stop)))
+
+    def take(self, indices: Array) -> Rows:
+        """The rows at ``indices`` (integers in ``[0, len(self))``), in that order."""
+        if not len(indices):
+            return Rows((), ())
+        breaks = np.flatnonzero(np.diff(indices) != 1) + 1
+        starts = indices[np.concatenate(([0], breaks))].tolist()
+        stops = (indices[np.concatenate((breaks - 1, [-1]))] + 1).tolist()
+        return Rows.of(run for a, b in zip(starts, stops, strict=True) for run in self._cut(a, b))
+
+    def block_slices(self, outer: int, inner: int, start: int, stop: int) -> Rows:
+        """Rows seen as ``outer`` blocks of equal size: rows ``[start * inner, stop * inner)`` of each block."""
+        size = len(self) // outer if outer else 0
+        return Rows.of(
+            run for i in range(outer) for run in self._cut(i * size + start * inner, i * size + stop * inner)
+        )
+
+    def with_layers(self, positions: Sequence[int]) -> Rows:
+        """The same rows of other layers, given as positions among the layers that are selected now."""
+        if not any(isinstance(run, PaddingRun) for run in self.runs):
+            return self
+        return Rows.of(run.with_layers(positions) if isinstance(run, PaddingRun) else run for run in self.runs)
+
+    def placed(self) -> Iterator[tuple[int, Run]]:
+        """Each run with the position of its first row in the selection."""
+        for end, run in zip(self.ends, self.runs, strict=True):
+            yield end - len(run), run
+
+    def valid(self) -> Array:
+        """Bool per row: false where it was never captured."""
+        mask = np.ones(len(self), bool)
+        for start, run in self.placed():
+            if isinstance(run, MissingRun):
+                mask[start : start + len(run)] = False
+        return mask
+
+    def missing_ranges(self) -> list[tuple[int, int]]:
+        """``[start, stop)`` positions, in the selection, of rows that were never captured."""
+        return [(start, start + len(run)) for start, run in self.placed() if isinstance(run, MissingRun)]
+
+    def bounds(self) -> tuple[int, int]:
+        """Smallest and largest value of the padding rows; ``(0, 0)`` without any."""
+        padding = [run for run in self.runs if isinstance(run, PaddingRun)]
+        return min([0, *(run.low for run in padding)]), max([0, *(run.high for run in padding)])
+
+    def segments(self) -> list[SegmentRef]:
+        """The segments that these rows name, each once, in order."""
+        return list(dict.fromkeys(run.segment for run in self.runs if isinstance(run, StoredRun)))
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of padding that this selection holds in memory."""
+        return sum(run.nbytes for run in self.runs if isinstance(run, PaddingRun))
+
+
+def encode_rows(rows: Rows) -> tuple[Any, ...]:
+    """A selection as nested tuples of integers, strings and bytes, small and safe to unpickle."""
+    segments = rows.segments()
+    traces = list(dict.fromkeys(segment.trace for segment in segments))
+    number = {segment: i for i, segment in enumerate(segments)}
+    runs: list[tuple[Any, ...]] = []
+    for run in rows.runs:
+        if isinstance(run, StoredRun):
+            runs.append((number[run.segment], run.start, run.stop))
+        elif isinstance(run, MissingRun):
+            runs.append((-1, run.start, run.stop))
+        else:
+            core = run.core
+            runs.append((-2, run.shape, run.low, run.high, core.shape, core.dtype.str, core.tobytes()))
+    return (
+        tuple(tuple(trace) for trace in traces),
+        tuple((traces.index(segment.trace), segment.id) for segment in segments),
+        tuple(runs),
+    )
+
+
+def decode_rows(encoded: tuple[Any, ...]) -> Rows:
+    """The inverse of :func:`encode_rows`."""
+    raw_traces, raw_segments, raw_runs = encoded
+    traces = [TraceRef(*trace) for trace in raw_traces]
+    segments = [SegmentRef(traces[number], name) for number, name in raw_segments]
+    runs: list[Run] = []
+    for raw in raw_runs:
+        if raw[0] == -1:
+            runs.append(MissingRun(raw[1], raw[2]))
+        elif raw[0] == -2:
+            _, shape, low, high, core_shape, dtype, data = raw
+            core = np.frombuffer(data, dtype).reshape(core_shape)
+            runs.append(PaddingRun(core, tuple(shape), low, high))
+        else:
+            runs.append(StoredRun(segments[raw[0]], raw[1], raw[2]))
+    return Rows.of(runs)
+
+
+# How rows that were never captured can be rendered; "error" refuses.
+FILLS = ("error", "spread", "arange", "zeros", "minus_one")
+
+
+def check_fill(fill: str) -> str:
+    if fill not in FILLS:
+        raise OptionError(f"fill must be one of {', '.join(FILLS)}, not {fill!r}")
+    return fill
+
+
+def render_missing(
+    run: MissingRun, fill: str, layers: Sequence[int], num_layers: int, top_k: int, num_experts: int
+) -> Array:
+    """Rows for a missing run, ``[rows, layers, top_k]`` int64.
+
+    "spread" deals experts out evenly, as slime's padding does: row i, layer l, slot s of the block gets
+    ``((i * num_layers + l) * top_k + s) % num_experts``. "arange" gives each row experts ``0..top_k-1``, as
+    SkyRL does; "zeros" is the rule of verl, prime-rl and ROLL; "minus_one" that of miles and NeMo-RL.
+    """
+    shape = (len(run), len(layers), top_k)
+    slots = np.arange(top_k, dtype=np.int64)
+    if fill == "spread":
+        rows = np.arange(run.start, run.stop, dtype=np.int64)[:, None] * num_layers + np.asarray(layers, np.int64)
+        return (rows[:, :, None] * top_k + slots) % num_experts
+    if fill == "arange":
+        return np.broadcast_to(slots, shape)
+    return np.full(shape, 0 if fill == "zeros" else -1, np.int64)

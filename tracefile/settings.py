@@ -1,0 +1,95 @@
+"""What holds for a whole process: budgets and limits. Environment variables set the defaults."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+
+from tracefile.errors import OptionError
+
+
+def _available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of this process.
+
+    Attributes
+    ----------
+    cache_bytes : int
+        Decoded chunks kept for reuse, in bytes, over all traces. Default 64 MiB.
+        ``TRACEFILE_CACHE_BYTES``.
+    materialize_limit : int or None
+        The most bytes that one read may put in memory; ``None`` for no limit. ``TRACEFILE_MATERIALIZE_LIMIT``.
+    decode_threads : int
+        Threads that decode one read; 1 decodes in the calling thread. They start with the first read that is
+        large enough. Default: the cores this process may use, at most 4. ``TRACEFILE_DECODE_THREADS``.
+    max_open_segments : int
+        Segments kept open (one file descriptor each). Default 128. ``TRACEFILE_MAX_OPEN_SEGMENTS``.
+    """
+
+    cache_bytes: int = 64 * 1024 * 1024
+    materialize_limit: int | None = None
+    decode_threads: int = 1
+    max_open_segments: int = 128
+
+    def __post_init__(self) -> None:
+        least = {"cache_bytes": 0, "materialize_limit": 0, "decode_threads": 1, "max_open_segments": 1}
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if value is None and name == "materialize_limit":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+                raise OptionError(f"{name} must be an integer of at least {lowest}, not {value!r}")
+
+
+def _from_environment() -> Settings:
+    chosen: dict[str, int] = {"decode_threads": min(4, _available_cores())}
+    for item in fields(Settings):
+        variable = f"TRACEFILE_{item.name.upper()}"
+        text = os.environ.get(variable)
+        if text:
+            try:
+                chosen[item.name] = int(text)
+            except ValueError:
+                raise OptionError(f"{variable} must be an integer, not {text!r}") from None
+    return Settings(**chosen)
+
+
+_current = _from_environment()
+
+
+def settings() -> Settings:
+    """The settings in force."""
+    return _current
+
+
+def configure(**changes: int | None) -> Settings:
+    """Change settings of this process; what is not named stays.
+
+    Returns
+    -------
+    Settings
+        The settings that were in force before, so that a caller can restore them.
+
+    Raises
+    ------
+    OptionError
+        An unknown setting, or a value that it cannot have.
+
+    Examples
+    --------
+    >>> before = configure(cache_bytes=16 * 1024 * 1024)
+    >>> settings().cache_bytes
+    16777216
+    >>> _ = configure(cache_bytes=before.cache_bytes)
+    """
+    global _current
+    before = _current
+    unknown = set(changes) - {item.name for item in fields(Settings)}
+    if unknown:
+        raise OptionError(f"unknown setting {', '.join(sorted(unknown))}; there are {', '.join(Settings.__slots__)}")
+    _current = replace(_current, **changes)  # type: ignore[arg-type]
+    return before
