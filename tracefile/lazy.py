@@ -268,7 +268,7 @@ class LazyRoutedExperts(torch.Tensor):
             return torch.from_numpy(rows).view(self.shape)
         if layers == 1:
             return host.view(self.shape)
-        return host.view(layers, *self.selection.lead, -1).movedim(0, -2)
+        return host.view(layers, *self.selection.lead, host.shape[2]).movedim(0, -2)
 
     def _move(self, values: torch.Tensor, device: torch.device, pinned: bool) -> torch.Tensor:
         """The one place where values go to another device."""

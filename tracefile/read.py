@@ -238,7 +238,7 @@ def read_rows(rows: Rows, layers: tuple[int, ...], config: ModelConfig, out: Arr
     fill : str
         How rows that were never captured are rendered; ``"error"`` must not meet any.
     """
-    flat = out.reshape(len(layers), -1)
+    flat = out.reshape(len(layers), len(rows) * config.top_k)
     plans: dict[SegmentRef, _Plan] = {}
     for position, run in rows.placed():
         if isinstance(run, StoredRun):
