@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 import subprocess
 import sys
-from typing import Any, NamedTuple
+import time
+import traceback
+import warnings
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Shape(NamedTuple):
@@ -51,3 +61,73 @@ def run_python(code: str, *arguments: str, check: bool = True, **kwargs: Any) ->
     if check and result.returncode:
         raise AssertionError(f"exit {result.returncode}\n{result.stdout}\n{result.stderr}")
     return result
+
+
+def ids_of(sample: str, rows: int, num_layers: int, top_k: int, num_experts: int) -> np.ndarray[Any, Any]:
+    """Routing that follows from the sample's id, so that any process can tell what a sample must hold."""
+    rng = np.random.default_rng(zlib.crc32(sample.encode()))
+    return random_routing(rng, rows, num_layers, top_k, num_experts)
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Start ``work`` in a forked child, which exits with 0 once it returns and with 1 if it raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn where the parent has threads
+        pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def join(*pids: int, timeout: float = 60) -> list[int]:
+    """Wait for forked children: their exit codes, negative for a signal. Kills those that outlive ``timeout``."""
+    deadline = time.monotonic() + timeout
+    codes = []
+    for pid in pids:
+        done = status = 0
+        while not done:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if not done and time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+                done, status = os.waitpid(pid, 0)
+            elif not done:
+                time.sleep(0.002)
+        codes.append(os.waitstatus_to_exitcode(status))
+    return codes
+
+
+def in_fork(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in a forked child."""
+    reader, writer = os.pipe()
+
+    def report() -> None:
+        os.close(reader)
+        with open(writer, "wb") as pipe:
+            pickle.dump(work(), pipe)
+
+    pid = fork(report)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        answer = pipe.read()
+    assert join(pid) == [0]
+    return pickle.loads(answer)
+
+
+def tree(directory: str) -> dict[str, bytes]:
+    """Every file below ``directory`` by its relative name, with its bytes; directories end in a slash."""
+    found: dict[str, bytes] = {}
+    for parent, directories, files in os.walk(directory):
+        for name in directories:
+            found[os.path.relpath(os.path.join(parent, name), directory) + "/"] = b""
+        for name in files:
+            with open(os.path.join(parent, name), "rb") as file:
+                found[os.path.relpath(file.name, directory)] = file.read()
+    return found
