@@ -25,6 +25,7 @@ import re
 import secrets
 import time
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -93,7 +94,10 @@ class ModelConfig:
             raise OptionError(f"num_experts is at most 65535 (uint16, one value kept free), not {self.num_experts}")
         if self.top_k > self.num_experts:
             raise OptionError(f"top_k ({self.top_k}) cannot exceed num_experts ({self.num_experts})")
-        layer_ids = tuple(int(i) for i in self.layer_ids) or tuple(range(self.num_layers))
+        try:
+            layer_ids = tuple(index(i) for i in self.layer_ids) or tuple(range(self.num_layers))
+        except TypeError:
+            raise OptionError(f"layer_ids must be integers, not {self.layer_ids!r}") from None
         if len(layer_ids) != self.num_layers or len(set(layer_ids)) != self.num_layers or min(layer_ids) < 0:
             raise OptionError(
                 f"layer_ids must name each of the {self.num_layers} layers once by global id, not {self.layer_ids!r}"

@@ -109,14 +109,15 @@ class TraceWriter:
     ) -> None:
         self._closed = True
         self.path = os.path.abspath(os.fspath(path))
-        self.config = ModelConfig(num_layers, top_k, num_experts, tuple(layer_ids or ()))
+        self.config = ModelConfig(num_layers, top_k, num_experts, () if layer_ids is None else tuple(layer_ids))
         self.codec = check_codec(codec)
         self.durable = durable
         default = default_geometry(self.config)
-        self.geometry = ChunkGeometry(
-            min(layers_per_chunk or default.layers_per_chunk, num_layers),
-            rows_per_chunk or default.rows_per_chunk,
+        chosen = ChunkGeometry(
+            default.layers_per_chunk if layers_per_chunk is None else layers_per_chunk,
+            default.rows_per_chunk if rows_per_chunk is None else rows_per_chunk,
         )
+        self.geometry = ChunkGeometry(min(chosen.layers_per_chunk, self.config.num_layers), chosen.rows_per_chunk)
         kind = check_source_kind(source)
         header = create_trace(self.path, self.config, durable=durable)
         self._ref = TraceRef(self.path, header.uuid, kind)
