@@ -139,7 +139,7 @@ def _publish_root(path: str, header: TraceHeader, durable: bool) -> TraceHeader:
     staging = staging_path(path)
     build = os.path.join(staging, f"root-{new_segment_id()}")
     try:
-        os.makedirs(os.path.join(build, SEGMENTS_NAME))
+        make_build_directory(path, os.path.join(build, SEGMENTS_NAME))
         write_file(os.path.join(build, METADATA_NAME), metadata.encode(metadata.group_document(header)), durable)
         write_file(
             os.path.join(build, SEGMENTS_NAME, METADATA_NAME),
@@ -174,9 +174,19 @@ def publish_error(path: str, error: OSError) -> PublishError:
         errno.EACCES: "the trace's parent directory must be writable too, because segments are built beside it",
         errno.EROFS: "the file system is mounted read-only",
     }.get(error.errno or 0, "nothing of this segment was published; append again once that is mended")
-    failure = PublishError(f"cannot write to {path}: {error.strerror or error}; {remedy}", path=path)
-    failure.errno = error.errno
-    return failure
+    message = f"cannot write to {path}: {error.strerror or error}; {remedy}"
+    return PublishError(message, path=path, errno=error.errno)  # a detail, so that it survives pickling
+
+
+def make_build_directory(trace_path: str, directory: str) -> None:
+    """Make a directory below the trace's staging directory."""
+    for _ in range(100):
+        try:
+            os.makedirs(directory)
+        except FileNotFoundError:
+            continue  # another writer, closing, removed the empty staging directory in between
+        return
+    raise OSError(errno.ENOENT, "the staging directory keeps vanishing", staging_path(trace_path))
 
 
 def remove_staging_if_empty(path: str) -> None:
@@ -197,7 +207,17 @@ def publish_segment(trace_path: str, build: str, segment: str, *, durable: bool)
         if not os.path.exists(os.path.join(target, METADATA_NAME)):
             raise
     if durable:
-        fsync_directory(os.path.dirname(target))
+        try:
+            fsync_directory(os.path.dirname(target))
+        except OSError as error:
+            # Readers may have it by now, so it stays; appending the same sample once more does no harm.
+            raise PublishError(
+                f"segment {segment} of {trace_path} is visible, but the file system did not confirm that it would"
+                f" survive a crash ({error.strerror or error}); append its samples again",
+                path=trace_path,
+                segment=segment,
+                errno=error.errno,
+            ) from error
 
 
 def list_segments(trace_path: str) -> list[str]:

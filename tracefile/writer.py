@@ -6,7 +6,6 @@ without knowing of each other. What ``append`` returns is committed: visible to 
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import socket
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tracefile import metadata
 from tracefile._version import __version__
 from tracefile.encode import SampleEncoder, as_rows
-from tracefile.errors import ClosedError, DuplicateSampleError, SampleIdError
+from tracefile.errors import ClosedError, DuplicateSampleError, PublishError, SampleIdError
 from tracefile.format import (
     DEFAULT_CODEC,
     HEADER_BYTES,
@@ -37,6 +36,7 @@ from tracefile.shard import encode_index
 from tracefile.source import check_source_kind
 from tracefile.store import (
     create_trace,
+    make_build_directory,
     publish_error,
     publish_segment,
     remove_staging_if_empty,
@@ -202,7 +202,7 @@ class TraceWriter:
         build = os.path.join(staging_path(self.path), segment)
         try:
             shard_path = os.path.join(build, SHARD_NAME)
-            self._make_build_directory(shard_path)
+            make_build_directory(self.path, os.path.dirname(shard_path))
             with _ShardFile(shard_path, segment, encoder.geometry, self.config.num_layers, self.durable) as shard:
                 samples = {sample: shard.write_sample(encoder, sample, rows) for sample, rows in arrays.items()}
             header = SegmentHeader(
@@ -224,22 +224,12 @@ class TraceWriter:
             document = metadata.encode(metadata.segment_document(header))
             write_file(os.path.join(build, METADATA_NAME), document, self.durable)
             publish_segment(self.path, build, segment, durable=self.durable)
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(build, ignore_errors=True)
-            raise publish_error(self.path, error) from error
-        except BaseException:
-            shutil.rmtree(build, ignore_errors=True)
+            if isinstance(error, OSError) and not isinstance(error, PublishError):
+                raise publish_error(self.path, error) from error
             raise
         return header
-
-    def _make_build_directory(self, shard_path: str) -> None:
-        for _ in range(10):
-            try:
-                os.makedirs(os.path.dirname(shard_path))
-            except FileNotFoundError:
-                continue  # another writer, closing, removed the empty staging directory in between
-            return
-        raise OSError(errno.ENOENT, "the staging directory keeps vanishing", staging_path(self.path))
 
     def close(self) -> None:
         """Leave the trace. What was appended is committed already; closing twice is fine."""
