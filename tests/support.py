@@ -131,3 +131,50 @@ def tree(directory: str) -> dict[str, bytes]:
             with open(os.path.join(parent, name), "rb") as file:
                 found[os.path.relpath(file.name, directory)] = file.read()
     return found
+
+
+class Faults:
+    """Does something at the ``at``-th call that changes the file system below a directory.
+
+    Counts what Python audits, and writes and syncs. For a forked child only: an audit hook stays for the life of a
+    process.
+    """
+
+    _EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link"})
+
+    def __init__(self, below: str, act: Callable[[], None]) -> None:
+        self._below = below
+        self._act = act
+        self._at = -1
+        self._count = 0
+        self._met: list[str] = []
+        sys.addaudithook(self._audit)
+        for name in ("writev", "write", "fsync"):
+            setattr(os, name, self._guarded(getattr(os, name), name))
+
+    def arm(self, at: int) -> None:
+        self._at, self._count, self._met = at, 0, []
+
+    def disarm(self) -> list[str]:
+        """Which call it was, if it came to that."""
+        self._at = -1
+        return self._met
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        reading = event == "open" and arguments[1] in ("r", "rb")
+        if event in self._EVENTS and not reading and str(arguments[0]).startswith(self._below):
+            self._step(event)
+
+    def _guarded(self, function: Any, name: str) -> Any:
+        def guarded(*arguments: Any) -> Any:
+            self._step(name)
+            return function(*arguments)
+
+        return guarded
+
+    def _step(self, what: str) -> None:
+        if self._at >= 0:
+            self._count += 1
+            if self._count == self._at:
+                self._met.append(what)
+                self._act()

@@ -9,14 +9,13 @@ import pickle
 import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from support import ids_of, in_fork, random_routing, run_python, tree
+from support import Faults, ids_of, in_fork, random_routing, run_python, tree
 
 import tracefile
 from tracefile.format import staging_path
@@ -492,54 +491,13 @@ def test_a_writable_trace_in_a_parent_without_permission(shared_directory: str) 
     assert tree(shared_directory) == before
 
 
-class _Faults:
-    """Makes the ``at``-th call into the file system fail, counting whatever Python audits, and writes and syncs.
-
-    For a forked child only: an audit hook stays for the life of a process.
-    """
-
-    _EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link"})
-
-    def __init__(self, below: str) -> None:
-        self.below = below
-        self.at = -1
-        self.count = 0
-        self.raised: list[str] = []
-        sys.addaudithook(self._audit)
-        for name in ("writev", "write", "fsync"):
-            setattr(os, name, self._guarded(getattr(os, name), name))
-
-    def arm(self, at: int) -> None:
-        self.at, self.count, self.raised = at, 0, []
-
-    def disarm(self) -> list[str]:
-        self.at = -1
-        return self.raised
-
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        reading = event == "open" and arguments[1] in ("r", "rb")
-        if event in self._EVENTS and not reading and str(arguments[0]).startswith(self.below):
-            self._step(event)
-
-    def _guarded(self, function: Any, name: str) -> Any:
-        def guarded(*arguments: Any) -> Any:
-            self._step(name)
-            return function(*arguments)
-
-        return guarded
-
-    def _step(self, what: str) -> None:
-        if self.at < 0:
-            return
-        self.count += 1
-        if self.count == self.at:
-            self.raised.append(what)
-            raise OSError(errno.EIO, "injected")
+def _fail() -> None:
+    raise OSError(errno.EIO, "injected")
 
 
 def _every_fault(directory: str, attempt: Callable[[], Any], check: Callable[[OSError], None]) -> list[str]:
     """Make each call that ``attempt`` makes into the file system fail in turn, until an attempt meets none."""
-    faults = _Faults(directory)
+    faults = Faults(directory, _fail)
     met = []
     for at in range(1, 200):
         faults.arm(at)
