@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import shutil
+import stat
 import threading
 import uuid as uuid_module
 from collections import OrderedDict
@@ -82,19 +83,47 @@ def read_trace_header(path: str) -> TraceHeader:
     TraceNotFoundError, NotATraceError, MetadataDamagedError, FormatVersionError
     """
     where = os.path.join(path, METADATA_NAME)
-    try:
-        raw = read_file(where)
-    except (FileNotFoundError, NotADirectoryError):
-        if os.path.isdir(path):
-            raise NotATraceError(f"{path} is a directory without {METADATA_NAME}: not a trace", path=path) from None
-        if os.path.exists(path):
-            raise NotATraceError(f"{path} is a file; a trace is a directory", path=path) from None
-        raise TraceNotFoundError(f"no trace at {path}; it appears when its first writer opens it", path=path) from None
+    raw = _read_root(path, where)
     try:
         return metadata.parse_trace_header(raw, where)
     except MetadataDamagedError as error:
         if b'"tracefile"' not in raw:
             raise NotATraceError(f"{path} holds another kind of Zarr node, not a trace", path=path) from error
+        raise
+
+
+def _read_root(path: str, where: str) -> bytes:
+    for _ in range(2):
+        try:
+            return read_file(where)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        try:
+            mode = os.stat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            raise TraceNotFoundError(
+                f"no trace at {path}; it appears when its first writer opens it", path=path
+            ) from None
+        if not stat.S_ISDIR(mode):
+            raise NotATraceError(f"{path} is a file; a trace is a directory", path=path)
+        # A directory: the first writer may have renamed it into place between the two looks, so look again.
+    raise NotATraceError(f"{path} is a directory without {METADATA_NAME}: not a trace", path=path)
+
+
+def _existing_header(path: str) -> TraceHeader | None:
+    """The header of the trace at ``path``; ``None`` where one can be created."""
+    try:
+        return read_trace_header(path)
+    except TraceNotFoundError:
+        return None
+    except NotATraceError:
+        if not os.path.isdir(path):
+            raise
+        names = os.listdir(path)
+        if not names:
+            return None  # an empty directory made beforehand is a fine place
+        if METADATA_NAME in names:
+            return read_trace_header(path)  # another writer may have replaced the empty directory since
         raise
 
 
@@ -113,15 +142,7 @@ def create_trace(path: str, config: ModelConfig, *, durable: bool) -> TraceHeade
     PublishError
         The file system refused.
     """
-    try:
-        header = read_trace_header(path)
-    except TraceNotFoundError:
-        header = None
-    except NotATraceError:
-        if os.path.isdir(path) and not os.listdir(path):
-            header = None  # an empty directory made beforehand is a fine place
-        else:
-            raise
+    header = _existing_header(path)
     if header is None:
         header = _publish_root(path, TraceHeader(uuid_module.uuid4().hex, config), durable)
     if header.config != config:

@@ -6,10 +6,12 @@ without knowing of each other. What ``append`` returns is committed: visible to 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from tracefile import metadata
@@ -44,7 +46,7 @@ from tracefile.store import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
     import numpy as np
@@ -121,7 +123,8 @@ class TraceWriter:
         kind = check_source_kind(source)
         header = create_trace(self.path, self.config, durable=durable)
         self._ref = TraceRef(self.path, header.uuid, kind)
-        self._encoder: SampleEncoder | None = None
+        # Encoders that no append is using: each has buffers, which two threads must not share.
+        self._encoders: deque[SampleEncoder] = deque()
         self._closed = False
 
     def append(self, sample_id: str, routed_experts: Any) -> LazyRoutedExperts:
@@ -190,20 +193,28 @@ class TraceWriter:
             for entry in header.samples.values()
         ]
 
-    def _encoder_for(self, longest: int) -> SampleEncoder:
+    @contextlib.contextmanager
+    def _encoder_for(self, longest: int) -> Iterator[SampleEncoder]:
         geometry = self.geometry.fitted(longest)
-        if self._encoder is None or self._encoder.geometry != geometry:
-            self._encoder = SampleEncoder(self.config, geometry, self.codec)
-        return self._encoder
+        try:
+            encoder = self._encoders.pop()
+        except IndexError:
+            encoder = None
+        if encoder is None or encoder.geometry != geometry:
+            encoder = SampleEncoder(self.config, geometry, self.codec)
+        yield encoder
+        self._encoders.append(encoder)
 
     def _write_segment(self, arrays: dict[str, np.ndarray[Any, Any]]) -> SegmentHeader:
         segment = new_segment_id()
-        encoder = self._encoder_for(max(map(len, arrays.values())))
         build = os.path.join(staging_path(self.path), segment)
         try:
             shard_path = os.path.join(build, SHARD_NAME)
             make_build_directory(self.path, os.path.dirname(shard_path))
-            with _ShardFile(shard_path, segment, encoder.geometry, self.config.num_layers, self.durable) as shard:
+            with (
+                self._encoder_for(max(map(len, arrays.values()))) as encoder,
+                _ShardFile(shard_path, segment, encoder.geometry, self.config.num_layers, self.durable) as shard,
+            ):
                 samples = {sample: shard.write_sample(encoder, sample, rows) for sample, rows in arrays.items()}
             header = SegmentHeader(
                 segment,
@@ -235,7 +246,7 @@ class TraceWriter:
         """Leave the trace. What was appended is committed already; closing twice is fine."""
         if not self._closed:
             self._closed = True
-            self._encoder = None
+            self._encoders.clear()
             remove_staging_if_empty(self.path)
 
     def __enter__(self) -> TraceWriter:
