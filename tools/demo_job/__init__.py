@@ -1,0 +1,1 @@
+"""The demo: rollouts of a small MoE model, whose routing learner ranks read in two ways."""
