@@ -1,7 +1,8 @@
 """Decoded chunks kept for reuse, with a byte budget for the whole process.
 
-Reading a shard layer by layer asks for each chunk once per layer; the cache makes that one decoding. It holds
-decoded arrays, least recently used out first, and never more bytes than its budget.
+Reading a shard layer by layer asks for each chunk once per layer; the cache makes that one decoding. A chunk
+goes when its last layer has been taken, so that what a rank is done with does not pile up, or when the budget
+needs its room, least recently used first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]  # an open segment's serial number, a chunk's number in its grid
 
+#: Keep a chunk until its room is needed, whatever is taken from it.
+ALWAYS = -1
+
+
+class _Held:
+    """A chunk, and which of its layers are still to be taken."""
+
+    __slots__ = ("chunk", "layers")
+
+    def __init__(self, chunk: np.ndarray[Any, Any], layers: int) -> None:
+        self.chunk = chunk
+        self.layers = layers
+
 
 class ChunkCache:
     """A least-recently-used cache of decoded chunks. Safe for threads.
@@ -33,7 +47,7 @@ class ChunkCache:
     def __init__(self, budget: Callable[[], int]) -> None:
         self._budget = budget
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[Key, np.ndarray[Any, Any]] = OrderedDict()
+        self._chunks: OrderedDict[Key, _Held] = OrderedDict()
         self.nbytes = 0
         os.register_at_fork(after_in_child=self._after_fork)
 
@@ -50,25 +64,33 @@ class ChunkCache:
     def enabled(self) -> bool:
         return self._budget() > 0
 
-    def get(self, key: Key) -> np.ndarray[Any, Any] | None:
+    def take(self, key: Key, layers: int) -> np.ndarray[Any, Any] | None:
+        """The chunk, if it is held; ``layers`` of it (a bit each) are then taken."""
         with self._lock:
-            chunk = self._chunks.get(key)
-            if chunk is not None:
+            held = self._chunks.get(key)
+            if held is None:
+                return None
+            if held.layers != ALWAYS:
+                held.layers &= ~layers
+            if held.layers:
                 self._chunks.move_to_end(key)
-            return chunk
+            else:
+                self.nbytes -= self._chunks.pop(key).chunk.nbytes
+            return held.chunk
 
-    def put(self, key: Key, chunk: np.ndarray[Any, Any]) -> None:
+    def put(self, key: Key, chunk: np.ndarray[Any, Any], layers: int) -> None:
+        """Keep a chunk until ``layers`` of it (a bit each) have been taken, or :data:`ALWAYS`."""
         budget = self._budget()
         with self._lock:
             if key in self._chunks or chunk.nbytes > budget:
                 return
-            self._chunks[key] = chunk
+            self._chunks[key] = _Held(chunk, layers)
             self.nbytes += chunk.nbytes
             self._shrink(budget)
 
     def _shrink(self, budget: int) -> None:
         while self.nbytes > budget:
-            self.nbytes -= self._chunks.popitem(last=False)[1].nbytes
+            self.nbytes -= self._chunks.popitem(last=False)[1].chunk.nbytes
 
     def trim(self) -> None:
         """Give back what lies over the budget, after it was lowered."""
@@ -79,12 +101,12 @@ class ChunkCache:
         """Forget the chunks of one open segment, or all."""
         with self._lock:
             for key in [k for k in self._chunks if segment is None or k[0] == segment]:
-                self.nbytes -= self._chunks.pop(key).nbytes
+                self.nbytes -= self._chunks.pop(key).chunk.nbytes
 
     def usage(self, segments: set[int]) -> tuple[int, int]:
         """How many chunks of these open segments are held, and their bytes."""
         with self._lock:
-            held = [chunk.nbytes for key, chunk in self._chunks.items() if key[0] in segments]
+            held = [item.chunk.nbytes for key, item in self._chunks.items() if key[0] in segments]
         return len(held), sum(held)
 
 

@@ -8,7 +8,8 @@ at the first operation that needs them: exactly the rows and layers that are the
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
+import math
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-_NUMPY_DTYPES = {
+_TORCH_DTYPES = {
     "uint8": torch.uint8,
     "uint16": torch.uint16,
     "int8": torch.int8,
@@ -76,6 +77,9 @@ class LazyRoutedExperts(torch.Tensor):
     selection: Selection
     pinned: bool
     fill: str
+    # The same as dtype and device, which cost microseconds to ask a tensor subclass for.
+    _dtype: torch.dtype
+    _device: torch.device
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> LazyRoutedExperts:
@@ -87,6 +91,7 @@ class LazyRoutedExperts(torch.Tensor):
     ) -> LazyRoutedExperts:
         lazy = torch.Tensor._make_wrapper_subclass(cls, selection.shape, dtype=dtype, device=device)
         lazy.selection = selection
+        lazy._dtype, lazy._device = dtype, device
         lazy.pinned = pinned
         lazy.fill = fill
         return lazy
@@ -108,8 +113,8 @@ class LazyRoutedExperts(torch.Tensor):
         """The tensor of another selection, otherwise like this one."""
         return self._wrap(
             selection,
-            self.dtype if dtype is None else dtype,
-            self.device if device is None else device,
+            self._dtype if dtype is None else dtype,
+            self._device if device is None else device,
             self.pinned if pinned is None else pinned,
             self.fill if fill is None else fill,
         )
@@ -200,87 +205,99 @@ class LazyRoutedExperts(torch.Tensor):
         DamagedTraceError
             A segment is missing or damaged.
         """
+        # Decoding leaves the processor's caches cold, and each call into torch then costs tens of microseconds:
+        # hence few of them here, and numpy for what does not need torch.
         selection = self.selection
-        dtype = self.dtype if dtype is None else dtype
-        device = self.device if device is None else torch.device(device)
         if out is not None:
-            dtype, device = out.dtype, out.device
-            if out.shape != self.shape:
-                raise RoutedExpertsShapeError(f"out has shape {list(out.shape)}, not {list(self.shape)}")
+            return self._materialize_into(out)
+        dtype = self._dtype if dtype is None else dtype
+        device = self._device if device is None else torch.device(device)
         self._check_readable(dtype)
-        pin = (self.pinned if pin_memory is None else pin_memory) and torch.cuda.is_available()
-        narrow = _NUMPY_DTYPES[selection.read_dtype(self.fill).name]
-        host = self._direct_target(out, narrow)
-        if host is not None:
-            self._read(host)
-            return cast("torch.Tensor", out)
-        host = torch.empty(selection.array_shape, dtype=narrow, pin_memory=pin)
-        self._read(host)
-        values = self._shaped(host, contiguous)
+        narrow = selection.read_dtype(self.fill)
+        if (self.pinned if pin_memory is None else pin_memory) and torch.cuda.is_available():
+            return self._materialize_pinned(narrow, device, dtype)
+        values = torch.from_numpy(self._shaped(self._read(np.empty(selection.array_shape, narrow)), contiguous))
         if device.type != "cpu":
-            values = self._move(values, device, pin)
-        if out is not None:
-            return out.copy_(values)
-        if pin and device.type == "cpu" and dtype != narrow:
-            return torch.empty(self.shape, dtype=dtype, pin_memory=True).copy_(values)
-        return values.to(dtype)
+            values = self._move(values, device)
+        return values if dtype is _TORCH_DTYPES[narrow.name] else values.to(dtype)
+
+    def _materialize_into(self, out: torch.Tensor) -> torch.Tensor:
+        selection = self.selection
+        if out.shape != selection.shape:
+            raise RoutedExpertsShapeError(f"out has shape {list(out.shape)}, not {list(selection.shape)}")
+        narrow = selection.read_dtype(self.fill)
+        target = self._direct_target(out, narrow)
+        if target is not None:
+            self._check_readable(out.dtype)
+            self._read(target)
+            return out
+        values = self.materialize(device="cpu", dtype=_TORCH_DTYPES[narrow.name])
+        return out.copy_(values if out.device.type == "cpu" else self._move(values, out.device))
+
+    def _materialize_pinned(self, narrow: np.dtype[Any], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """Through page-locked memory: the result lies in it, or travels to its device from it."""
+        if device.type == "cpu":
+            return self._materialize_into(torch.empty(self.selection.shape, dtype=dtype, pin_memory=True))
+        host = torch.empty(self.selection.array_shape, dtype=_TORCH_DTYPES[narrow.name], pin_memory=True)
+        self._read(host.numpy())
+        # The caching host allocator keeps the block until the queued copy has run.
+        moved = self._move(host, device, non_blocking=True)
+        if self.selection.form == "flat":
+            return moved.transpose(0, 1).reshape(self.selection.shape).to(dtype)
+        return moved.view(len(host), *self.selection.lead, -1).movedim(0, -2).reshape(self.selection.shape).to(dtype)
 
     def _check_readable(self, dtype: torch.dtype) -> None:
-        missing = self.selection.rows.missing_ranges()
-        if missing and self.fill == "error":
-            listed = ", ".join(f"[{start}, {stop})" for start, stop in missing[:5]) + (", ..." if missing[5:] else "")
-            raise MissingRowsError(
-                f"rows {listed} of this tensor were never captured; leave them out with experts.valid, or choose a"
-                " rendering with experts.filled('spread' | 'arange' | 'zeros' | 'minus_one')",
-                rows=missing,
-            )
-        limit, wanted = settings().materialize_limit, self.numel() * dtype.itemsize
-        if limit is not None and wanted > limit:
-            raise MaterializeLimitError(
-                f"reading {tuple(self.shape)} as {dtype} needs {wanted:,} bytes, over the limit of {limit:,}: slice"
-                " first, or raise tracefile.configure(materialize_limit=...)",
-                wanted=wanted,
-                limit=limit,
-            )
+        if not self.selection.rows.all_stored and self.fill == "error":
+            missing = self.selection.rows.missing_ranges()
+            if missing:
+                raise _missing_rows(missing)
+        limit = settings().materialize_limit
+        if limit is not None:
+            wanted = math.prod(self.selection.shape) * dtype.itemsize
+            if wanted > limit:
+                raise MaterializeLimitError(
+                    f"reading {self.selection.shape} as {dtype} needs {wanted:,} bytes, over the limit of {limit:,}:"
+                    " slice first, or raise tracefile.configure(materialize_limit=...)",
+                    wanted=wanted,
+                    limit=limit,
+                )
 
-    def _direct_target(self, out: torch.Tensor | None, narrow: torch.dtype) -> torch.Tensor | None:
+    def _direct_target(self, out: torch.Tensor, narrow: np.dtype[Any]) -> Array | None:
         """``out`` seen as ``[layers, rows, top_k]``, if values can be read straight into it."""
-        if out is None or out.dtype != narrow or out.device.type != "cpu" or type(out) is not torch.Tensor:
+        if type(out) is not torch.Tensor or out.device.type != "cpu":
             return None
-        if self.selection.form == "layer":
-            target = out.unsqueeze(0)
-        elif self.selection.form == "layers" and len(self.selection.lead) == 1:
-            target = out.transpose(0, 1)
-        else:
+        array: Array = out.numpy()
+        if self.selection.form == "layers" and len(self.selection.lead) == 1:
+            array = array.transpose(1, 0, 2)
+        elif self.selection.form != "layer":
             return None
-        return target.view(self.selection.array_shape) if target.is_contiguous() else None
+        fits = array.dtype == narrow and array.flags.c_contiguous
+        return array.reshape(self.selection.array_shape) if fits else None
 
-    def _read(self, host: torch.Tensor) -> None:
+    def _read(self, host: Array) -> Array:
         selection = self.selection
-        read_rows(selection.rows, selection.layers, selection.config, host.numpy(), fill=self.fill)
+        read_rows(selection.rows, selection.layers, selection.config, host, fill=self.fill)
+        return host
 
-    def _shaped(self, host: torch.Tensor, contiguous: bool) -> torch.Tensor:
+    def _shaped(self, host: Array, contiguous: bool) -> Array:
         """What was read as ``[layers, rows, top_k]``, in this tensor's shape."""
-        layers = host.shape[0]
-        if layers > 1 and (contiguous or self.selection.form == "flat"):
-            words = as_words(host.numpy()).swapaxes(0, 1)
-            rows = np.ascontiguousarray(words).reshape(-1).view(host.numpy().dtype)
-            return torch.from_numpy(rows).view(self.shape)
-        if layers == 1:
-            return host.view(self.shape)
-        return host.view(layers, *self.selection.lead, host.shape[2]).movedim(0, -2)
+        selection = self.selection
+        if selection.form == "layers" and not contiguous:
+            return np.moveaxis(host.reshape(len(host), *selection.lead, host.shape[2]), 0, -2)
+        if len(host) > 1:
+            host = np.ascontiguousarray(as_words(host).swapaxes(0, 1)).view(host.dtype)
+        return host.reshape(selection.shape)
 
-    def _move(self, values: torch.Tensor, device: torch.device, pinned: bool) -> torch.Tensor:
+    def _move(self, values: torch.Tensor, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
         """The one place where values go to another device."""
-        moved = values.to(device, non_blocking=pinned)
         for trace in {segment.trace for segment in self.selection.rows.segments()}:
             segment_pool.record(trace, ReadStats(bytes_moved=values.nbytes))
             break
-        return moved
+        return values.to(device, non_blocking=non_blocking)
 
     def numpy(self, *, force: bool = False) -> Array:
         """The values as a numpy array, row by row."""
-        if self.device.type != "cpu" and not force:
+        if self._device.type != "cpu" and not force:
             raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
         return self.materialize(device="cpu", contiguous=True).numpy()
 
@@ -318,8 +335,8 @@ class LazyRoutedExperts(torch.Tensor):
             None if selection.layers == everything else selection.layers,
             selection.lead,
             selection.form,
-            str(self.dtype).removeprefix("torch."),
-            str(self.device),
+            str(self._dtype).removeprefix("torch."),
+            str(self._device),
             self.pinned,
             self.fill,
         )
@@ -347,7 +364,7 @@ class LazyRoutedExperts(torch.Tensor):
         padding = sum(len(run) for run in rows.runs if hasattr(run, "core"))
         missing = sum(stop - start for start, stop in rows.missing_ranges())
         parts = [
-            f"{' x '.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}"
+            f"{' x '.join(map(str, self.selection.shape))} {str(self._dtype).removeprefix('torch.')}"
             f" ({self.config.dtype} on disk)",
             f"{_count(len(rows) - padding - missing, 'row')} of {_count(len(rows.segments()), 'segment')}",
         ]
@@ -355,9 +372,18 @@ class LazyRoutedExperts(torch.Tensor):
             parts.append(_count(padding, "padding row"))
         if missing:
             parts.append(f"{_count(missing, 'missing row')} (fill {self.fill})")
-        if self.device.type != "cpu":
-            parts.append(f"for {self.device}")
+        if self._device.type != "cpu":
+            parts.append(f"for {self._device}")
         return f"<LazyRoutedExperts {', '.join(parts)}, nothing read>"
+
+
+def _missing_rows(ranges: list[tuple[int, int]]) -> MissingRowsError:
+    listed = ", ".join(f"[{start}, {stop})" for start, stop in ranges[:5]) + (", ..." if ranges[5:] else "")
+    return MissingRowsError(
+        f"rows {listed} of this tensor were never captured; leave them out with experts.valid, or choose a"
+        " rendering with experts.filled('spread' | 'arange' | 'zeros' | 'minus_one')",
+        rows=ranges,
+    )
 
 
 def _count(number: int, noun: str) -> str:

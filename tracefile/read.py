@@ -1,8 +1,8 @@
 """How to get rows: which chunks a selection touches, each decoded once, placed into one array.
 
 The plan groups everything that a selection wants from a chunk, so that a chunk is fetched, checked and
-decoded once however many runs touch it. A chunk that a read uses up goes through a scratch buffer; one of
-which other layers or rows may be wanted later goes to the cache.
+decoded once however many runs touch it. A chunk of which other layers are likely to be wanted next is kept in
+the cache until they have been.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from tracefile.cache import chunk_cache
+from tracefile.cache import ALWAYS, chunk_cache
 from tracefile.runs import MissingRun, PaddingRun, Rows, SegmentRef, StoredRun, TraceRef, render_missing
 from tracefile.settings import settings
 from tracefile.stats import ReadStats
@@ -36,24 +36,18 @@ _CHUNKS_PER_THREAD = 4
 chunk_observers: list[Callable[[str, list[tuple[int, int]]], None]] = []
 
 
-class _Copy(NamedTuple):
-    """From a chunk ``[layers, rows * top_k]`` to the destination of the same form."""
-
-    layers: Selector
-    start: int
-    stop: int
-    to_layers: Selector
-    to_start: int
-    to_stop: int
-
-
 class _LayerChunk(NamedTuple):
-    """What a selection of layers wants from one chunk along the layer axis."""
+    """What a selection of layers wants from the chunks at one position along the layer axis."""
 
     number: int
     layers: Selector
     to_layers: Selector
-    all_layers: bool
+    wanted: int  # a bit per layer of the chunk
+    others: int
+
+
+#: Columns ``[start, stop)`` of a chunk seen as ``[layers, rows * top_k]``, and the columns where they go.
+_RowCopy: TypeAlias = tuple[int, int, int, int]
 
 
 def _selector(positions: Sequence[int]) -> Selector:
@@ -64,74 +58,72 @@ def _selector(positions: Sequence[int]) -> Selector:
 
 
 @functools.lru_cache(maxsize=512)
-def _layer_chunks(layers: tuple[int, ...], per_chunk: int, num_layers: int) -> tuple[_LayerChunk, ...]:
+def _layer_chunks(layers: tuple[int, ...], per_chunk: int, num_layers: int) -> dict[int, _LayerChunk]:
     wanted: dict[int, list[tuple[int, int]]] = {}
     for position, layer in enumerate(layers):
         wanted.setdefault(layer // per_chunk, []).append((layer % per_chunk, position))
-    result = []
+    result = {}
     for number, pairs in sorted(wanted.items()):
         inside = [pair[0] for pair in pairs]
-        size = min(per_chunk, num_layers - number * per_chunk)
-        result.append(
-            _LayerChunk(number, _selector(inside), _selector([pair[1] for pair in pairs]), len(set(inside)) == size)
-        )
-    return tuple(result)
+        taken = sum(1 << layer for layer in set(inside))
+        every = (1 << min(per_chunk, num_layers - number * per_chunk)) - 1
+        to_layers = _selector([pair[1] for pair in pairs])
+        result[number] = _LayerChunk(number, _selector(inside), to_layers, taken, every & ~taken)
+    return result
 
 
 class _Plan:
-    """What one read wants from one segment: for each chunk, the copies to make and whether it is used up."""
+    """What one read wants from one segment: columns of its row chunks, times layers of its layer chunks."""
 
     def __init__(self, ref: SegmentRef, segment: OpenSegment, layers: tuple[int, ...]) -> None:
         self.ref = ref
         self.segment = segment
         header = segment.header
+        self.per_chunk = header.geometry.rows_per_chunk
+        self.top_k = header.config.top_k
         self.layer_chunks = _layer_chunks(layers, header.geometry.layers_per_chunk, header.config.num_layers)
-        self.copies: dict[int, list[_Copy]] = {}
-        self.rows_used: dict[int, int] = {}
+        self.row_copies: dict[int, list[_RowCopy]] = {}
 
     def add(self, run: StoredRun, position: int) -> None:
-        header = self.segment.header
-        per_chunk, top_k, row_chunks = (
-            header.geometry.rows_per_chunk,
-            header.config.top_k,
-            self.segment.row_chunks,
-        )
-        if run.stop > header.rows:
-            raise self.segment.decoder.missing((run.stop - 1) // per_chunk)
-        for row_chunk in range(run.start // per_chunk, (run.stop - 1) // per_chunk + 1):
-            base = row_chunk * per_chunk
-            start, stop = max(run.start - base, 0), min(run.stop - base, per_chunk)
-            to_start = (position + base + start - run.start) * top_k
-            to_stop = to_start + (stop - start) * top_k
-            for number, layers, to_layers, _ in self.layer_chunks:
-                copy = _Copy(layers, start * top_k, stop * top_k, to_layers, to_start, to_stop)
-                self.copies.setdefault(number * row_chunks + row_chunk, []).append(copy)
-            self.rows_used[row_chunk] = self.rows_used.get(row_chunk, 0) + stop - start
+        """Want a run, of which the first row goes to ``position``."""
+        if run.stop > self.segment.header.rows:
+            raise self.segment.decoder.missing((run.stop - 1) // self.per_chunk)
+        width = self.per_chunk * self.top_k
+        first, last = run.start * self.top_k, run.stop * self.top_k
+        moved = (position - run.start) * self.top_k
+        for chunk in range(first // width, (last - 1) // width + 1):
+            base = chunk * width
+            start, stop = max(first, base), min(last, base + width)
+            copy = (start - base, stop - base, start + moved, stop + moved)
+            self.row_copies.setdefault(chunk, []).append(copy)
 
-    def used_up(self, number: int) -> bool:
-        """Whether this read takes all that the chunk holds."""
+    def numbers(self) -> list[int]:
+        """The chunks that are wanted, by their numbers in the grid, all layers of the first rows first."""
+        row_chunks = self.segment.row_chunks
+        return [layer * row_chunks + row for row in self.row_copies for layer in self.layer_chunks]
+
+    def layer_chunk(self, number: int) -> _LayerChunk:
+        return self.layer_chunks[number // self.segment.row_chunks]
+
+    def place(self, number: int, block: Array, out: Array) -> None:
+        """Copy what is wanted of a decoded chunk to where it goes."""
         layer_chunk, row_chunk = divmod(number, self.segment.row_chunks)
-        per_chunk = self.segment.header.geometry.rows_per_chunk
-        rows = min(per_chunk, self.segment.header.rows - row_chunk * per_chunk)
-        return self.rows_used[row_chunk] >= rows and any(
-            chunk.all_layers for chunk in self.layer_chunks if chunk.number == layer_chunk
-        )
+        _, layers, to_layers, _, _ = self.layer_chunks[layer_chunk]
+        for start, stop, to_start, to_stop in self.row_copies[row_chunk]:
+            out[to_layers, to_start:to_stop] = block[layers, start:stop]
 
+    def later(self, number: int) -> int:
+        """Of which layers a chunk is worth keeping after this read, as the cache has it.
 
-class _Scratch(threading.local):
-    """A decode buffer per thread, reused."""
-
-    def __init__(self) -> None:
-        self.buffer: Array = np.empty(0, np.uint8)
-
-    def chunk(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
-        nbytes = shape[0] * shape[1] * dtype.itemsize
-        if self.buffer.nbytes < nbytes:
-            self.buffer = np.empty(nbytes, np.uint8)
-        return self.buffer[:nbytes].view(dtype).reshape(shape)
-
-
-_scratch = _Scratch()
+        Those that were not wanted now will be, layer by layer. Where all were, rows are: if this read took a few
+        of one chunk, the next one may take its neighbours; the edges of a longer range are not worth keeping.
+        """
+        others = self.layer_chunk(number).others
+        if others or len(self.row_copies) > 1:
+            return others
+        (copies,) = self.row_copies.values()
+        taken = sum(stop - start for start, stop, _, _ in copies)
+        return ALWAYS if taken < min(self.per_chunk, self.segment.header.rows) * self.top_k else 0
 
 
 def _decode(plan: _Plan, numbers: Sequence[int], out: Array) -> None:
@@ -143,18 +135,14 @@ def _decode(plan: _Plan, numbers: Sequence[int], out: Array) -> None:
     header = segment.header
     shape = (header.geometry.layers_per_chunk, header.geometry.rows_per_chunk * header.config.top_k)
     dtype = header.config.dtype
-    scratch = _scratch.chunk(shape, dtype)
     keep = chunk_cache.enabled
     offsets, lengths = segment.index.offsets, segment.index.lengths
     encoded = source.read_many([(offsets[number], lengths[number]) for number in numbers])
     for number, view in zip(numbers, encoded, strict=True):
-        cached = keep and not plan.used_up(number)
-        block = np.empty(shape, dtype) if cached else scratch
-        decode(number, view, block)
-        for layers, start, stop, to_layers, to_start, to_stop in plan.copies[number]:
-            out[to_layers, to_start:to_stop] = block[layers, start:stop]
-        if cached:
-            chunk_cache.put((segment.serial, number), block)
+        block = np.frombuffer(decode(number, view), dtype).reshape(shape)
+        plan.place(number, block, out)
+        if keep and (layers := plan.later(number)):
+            chunk_cache.put((segment.serial, number), block, layers)
 
 
 class _DecodePool:
@@ -185,23 +173,23 @@ def _execute(plan: _Plan, out: Array, stats: ReadStats) -> None:
     assert segment.source is not None
     segment.source.check_size()
     offsets, lengths = segment.index.offsets, segment.index.lengths
-    wanted = []
-    if chunk_cache.enabled and len(chunk_cache):
-        for number, copies in plan.copies.items():
-            block = chunk_cache.get((segment.serial, number))
+    wanted = plan.numbers()
+    if len(chunk_cache):
+        missed = []
+        for number in wanted:
+            block = chunk_cache.take((segment.serial, number), plan.layer_chunk(number).wanted)
             if block is None:
-                wanted.append(number)
-                continue
-            stats.cache_hits += 1
-            for layers, start, stop, to_layers, to_start, to_stop in copies:
-                out[to_layers, to_start:to_stop] = block[layers, start:stop]
-    else:
-        wanted.extend(plan.copies)
+                missed.append(number)
+            else:
+                plan.place(number, block, out)
+        stats.cache_hits += len(wanted) - len(missed)
+        wanted = missed
     if not wanted:
         return
-    wanted.sort(key=offsets.__getitem__)
-    if not lengths[min(wanted, key=lengths.__getitem__)]:
-        raise segment.decoder.missing(next(number for number in wanted if not lengths[number]))
+    wanted.sort(key=offsets.__getitem__)  # in the order of the file, so that a source can merge its reads
+    absent = [number for number in wanted if not lengths[number]]
+    if absent:
+        raise segment.decoder.missing(absent[0])
     for observe in chunk_observers:
         observe(plan.ref.id, [segment.decoder.position(number) for number in wanted])
     threads = min(settings().decode_threads, len(wanted) // _CHUNKS_PER_THREAD)

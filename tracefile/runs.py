@@ -8,6 +8,8 @@ kept compact and cut with the slice, so that a selection never pins more than it
 
 from __future__ import annotations
 
+import math
+import zlib
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -145,12 +147,18 @@ class PaddingRun:
 Run: TypeAlias = StoredRun | MissingRun | PaddingRun
 
 
+_BOUNDS = {
+    name: (np.dtype(name), int(np.iinfo(name).min), int(np.iinfo(name).max))
+    for name in ("uint8", "uint16", "int8", "int16", "int32", "int64")
+}
+
+
 def narrowest_dtype(low: int, high: int, stored: np.dtype[Any]) -> np.dtype[Any]:
     """The stored dtype if it holds ``[low, high]``, else the narrowest signed dtype that does."""
     for name in (stored.name, "int8", "int16", "int32", "int64"):
-        info = np.iinfo(name)
-        if info.min <= low and high <= info.max:
-            return np.dtype(name)
+        dtype, least, most = _BOUNDS[name]
+        if least <= low and high <= most:
+            return dtype
     return np.dtype("uint64")
 
 
@@ -168,6 +176,7 @@ class Rows:
 
     runs: tuple[Run, ...]
     ends: tuple[int, ...] = field(repr=False)
+    all_stored: bool = field(default=True, repr=False)
 
     @classmethod
     def of(cls, runs: Iterable[Run]) -> Rows:
@@ -186,7 +195,7 @@ class Rows:
         for run in kept:
             total += len(run)
             ends.append(total)
-        return cls(tuple(kept), tuple(ends))
+        return cls(tuple(kept), tuple(ends), all(isinstance(run, StoredRun) for run in kept))
 
     @classmethod
     def of_sample(cls, entry: SampleEntry, trace: TraceRef) -> Rows:
@@ -243,7 +252,7 @@ class Rows:
 
     def with_layers(self, positions: Sequence[int]) -> Rows:
         """The same rows of other layers, given as positions among the layers that are selected now."""
-        if not any(isinstance(run, PaddingRun) for run in self.runs):
+        if self.all_stored:
             return self
         return Rows.of(run.with_layers(positions) if isinstance(run, PaddingRun) else run for run in self.runs)
 
@@ -262,6 +271,8 @@ class Rows:
 
     def missing_ranges(self) -> list[tuple[int, int]]:
         """``[start, stop)`` positions, in the selection, of rows that were never captured."""
+        if self.all_stored:
+            return []
         return [(start, start + len(run)) for start, run in self.placed() if isinstance(run, MissingRun)]
 
     def bounds(self) -> tuple[int, int]:
@@ -279,40 +290,54 @@ class Rows:
         return sum(run.nbytes for run in self.runs if isinstance(run, PaddingRun))
 
 
+#: Padding up to this size is deflated in a pickle: samples' padding rows are much alike.
+_DEFLATED_BYTES = 1024 * 1024
+
+
 def encode_rows(rows: Rows) -> tuple[Any, ...]:
     """A selection as nested tuples of integers, strings and bytes, small and safe to unpickle."""
     segments = rows.segments()
     traces = list(dict.fromkeys(segment.trace for segment in segments))
     number = {segment: i for i, segment in enumerate(segments)}
     runs: list[tuple[Any, ...]] = []
+    padding: list[bytes] = []
     for run in rows.runs:
         if isinstance(run, StoredRun):
             runs.append((number[run.segment], run.start, run.stop))
         elif isinstance(run, MissingRun):
             runs.append((-1, run.start, run.stop))
         else:
-            core = run.core
-            runs.append((-2, run.shape, run.low, run.high, core.shape, core.dtype.str, core.tobytes()))
+            runs.append((-2, run.shape, run.low, run.high, run.core.shape, run.core.dtype.str))
+            padding.append(run.core.tobytes())
+    data = b"".join(padding)
+    deflated = zlib.compress(data) if 64 < len(data) <= _DEFLATED_BYTES else data
     return (
         tuple(tuple(trace) for trace in traces),
         tuple((traces.index(segment.trace), segment.id) for segment in segments),
         tuple(runs),
+        len(data),
+        deflated if len(deflated) < len(data) else data,
     )
 
 
 def decode_rows(encoded: tuple[Any, ...]) -> Rows:
     """The inverse of :func:`encode_rows`."""
-    raw_traces, raw_segments, raw_runs = encoded
+    raw_traces, raw_segments, raw_runs, size, data = encoded
     traces = [TraceRef(*trace) for trace in raw_traces]
     segments = [SegmentRef(traces[number], name) for number, name in raw_segments]
+    if len(data) < size:
+        data = zlib.decompress(data, bufsize=size)
+    offset = 0
     runs: list[Run] = []
     for raw in raw_runs:
         if raw[0] == -1:
             runs.append(MissingRun(raw[1], raw[2]))
         elif raw[0] == -2:
-            _, shape, low, high, core_shape, dtype, data = raw
-            core = np.frombuffer(data, dtype).reshape(core_shape)
-            runs.append(PaddingRun(core, tuple(shape), low, high))
+            _, shape, low, high, core_shape, dtype = raw
+            core = np.frombuffer(data, dtype, math.prod(core_shape), offset).reshape(core_shape)
+            offset += core.nbytes
+            # A copy of its own, so that a cut of this run does not keep the padding of all.
+            runs.append(PaddingRun(core.copy(), tuple(shape), low, high))
         else:
             runs.append(StoredRun(segments[raw[0]], raw[1], raw[2]))
     return Rows.of(runs)

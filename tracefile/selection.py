@@ -53,8 +53,9 @@ class Selection:
     @property
     def shape(self) -> tuple[int, ...]:
         layers, top_k = len(self.layers), self.config.top_k
-        tail = {"layers": (layers, top_k), "layer": (top_k,), "flat": (layers * top_k,)}[self.form]
-        return self.lead + tail
+        if self.form == "layers":
+            return (*self.lead, layers, top_k)
+        return (*self.lead, top_k if self.form == "layer" else layers * top_k)
 
     @property
     def array_shape(self) -> tuple[int, int, int]:
@@ -70,6 +71,8 @@ class Selection:
 
     def read_dtype(self, fill: str) -> np.dtype[Any]:
         """The narrowest dtype to read into: as stored, unless padding needs more."""
+        if self.rows.all_stored:
+            return self.config.dtype
         return narrowest_dtype(*self.bounds(fill), self.config.dtype)
 
     def _is_layer_dim(self, dim: int) -> bool:

@@ -9,7 +9,7 @@ damaged chunk handed to it is wrong ids at best and a crash at worst.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from crc32c import crc32c
@@ -20,6 +20,8 @@ from tracefile.format import HEADER_BYTES, BloscSettings, shard_header
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+Buffer: TypeAlias = bytes | memoryview
 
 CRC_BYTES = 4
 # Blosc's own threads are process-wide and do not survive fork; zarr-python switches them off likewise.
@@ -66,7 +68,7 @@ class ShardIndex:
         self.lengths = lengths
 
     @classmethod
-    def parse(cls, raw: bytes | memoryview, *, chunks: int, shard_bytes: int, segment: str, path: str) -> ShardIndex:
+    def parse(cls, raw: Buffer, *, chunks: int, shard_bytes: int, segment: str, path: str) -> ShardIndex:
         """Read the index from the last ``index_bytes(chunks)`` bytes of a shard file.
 
         Raises
@@ -99,7 +101,7 @@ class ShardIndex:
         )
 
 
-def check_header(raw: bytes | memoryview, segment: str, path: str) -> None:
+def check_header(raw: Buffer, segment: str, path: str) -> None:
     """Check that a shard file begins as that of ``segment`` must.
 
     Raises
@@ -137,13 +139,18 @@ class ChunkDecoder:
         self.segment = segment
         self.path = path
 
-    def decode(self, number: int, encoded: memoryview, out: np.ndarray[Any, Any]) -> None:
-        """Check and decode chunk ``number`` of the grid into ``out``, contiguous and of ``chunk_bytes`` bytes.
+    def decode(self, number: int, encoded: memoryview) -> Buffer:
+        """Check and decode chunk ``number`` of the grid.
+
+        Returns
+        -------
+        bytes or memoryview
+            ``chunk_bytes`` bytes, read-only. Of an uncompressed chunk, a view of ``encoded``.
 
         Raises
         ------
         ChunkDamagedError
-            Its checksum is wrong, or it does not decode to its size. ``out`` is then undefined.
+            Its checksum is wrong, or it does not decode to its size.
         """
         payload = encoded[:-CRC_BYTES]
         if crc32c(payload) != _CRC.unpack_from(encoded, len(payload))[0]:
@@ -151,17 +158,19 @@ class ChunkDecoder:
         if self.codec is None:
             if len(payload) != self.chunk_bytes:
                 raise self.damaged(number, f"holds {len(payload)} bytes instead of {self.chunk_bytes}")
-            out.reshape(-1).view(np.uint8)[:] = np.frombuffer(payload, np.uint8)
-            return
+            return payload
         if len(payload) < _BLOSC_HEADER_BYTES:
             raise self.damaged(number, "is shorter than a Blosc header")
         decoded_bytes, encoded_bytes = _BLOSC_SIZES.unpack_from(payload)
         if decoded_bytes != self.chunk_bytes or encoded_bytes != len(payload):
             raise self.damaged(number, "has a Blosc header that lies about its size")
         try:
-            blosc.decompress(payload, out)
+            # Into fresh bytes: numcodecs takes longer to look at a destination than malloc to give the same
+            # few pages again.
+            decoded: bytes = blosc.decompress(payload)
         except (RuntimeError, ValueError) as error:
             raise self.damaged(number, f"does not decode ({error})") from None
+        return decoded
 
     def position(self, number: int) -> tuple[int, int]:
         """The ``(layer, row)`` position of a chunk in the grid."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(slots=True)
@@ -32,11 +32,15 @@ class ReadStats:
     reads: int = 0
 
     def add(self, other: ReadStats) -> None:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+        self.bytes_read += other.bytes_read
+        self.bytes_decoded += other.bytes_decoded
+        self.bytes_moved += other.bytes_moved
+        self.chunks_decoded += other.chunks_decoded
+        self.cache_hits += other.cache_hits
+        self.reads += other.reads
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
 
     def copy(self) -> ReadStats:
-        return ReadStats(**asdict(self))
+        return replace(self)

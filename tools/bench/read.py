@@ -1,0 +1,353 @@
+"""How long reading takes: tracefile beside the least it could take, other Zarr readers, and slicing in RAM.
+
+    .venv/bin/python tools/bench/read.py            # every pattern, both model shapes
+    .venv/bin/python tools/bench/read.py --sweep    # chunk geometries and codecs: what the defaults rest on
+
+Patterns, on samples of about 32k tokens:
+
+(a) the shard of one rank of cp 2 (zigzag) x tp 4, of a microbatch of one sample and of four
+(b) one pipeline stage's 12 layers of a sample
+(c) a shard layer by layer
+(d) whole samples
+
+The limit is a bare loop over just the chunks that are needed: check the crc32c, let numcodecs decode into
+memory that is there already. Every result is compared with the ids that were written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from crc32c import crc32c
+from numcodecs import blosc
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, os.path.dirname(__file__))
+from timing import Timing, side_by_side
+from workload import SHAPES, ModelShape, synthetic_routing
+
+import tracefile
+from tracefile.format import segment_path
+from tracefile.store import OpenSegment, segment_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+TOKENS = 32_749  # rows of a sample: no multiple of anything
+CP, TP = 2, 4
+CP_RANK, TP_RANK = 0, 1
+console = Console(width=110)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows ``[start, stop)`` of a sample, or padding rows (``sample`` is None)."""
+
+    sample: int | None
+    start: int
+    stop: int
+
+
+def rank_pieces(samples: int) -> list[Piece]:
+    """The shard of one rank: zigzag context parallelism per sample, then its piece of the local buffer."""
+    half = -(-TOKENS // (2 * CP))
+    padded = 2 * CP * half
+    local: list[tuple[int, int]] = []
+    for sample in range(samples):
+        for start in (half * CP_RANK, padded - half * (CP_RANK + 1)):
+            local += [(sample, row) for row in range(start, start + half)]
+    size = -(-len(local) // TP)
+    rows = local[size * TP_RANK : size * (TP_RANK + 1)]
+    pieces: list[Piece] = []
+    for sample, row in rows:
+        name = sample if row < TOKENS else None
+        last = pieces[-1] if pieces else None
+        if last is not None and last.sample == name and last.stop == row:
+            pieces[-1] = Piece(name, last.start, row + 1)
+        else:
+            pieces.append(Piece(name, row, row + 1))
+    return pieces
+
+
+def pad_cat_slice(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What a framework does to get the same shard, on lazy or on ordinary tensors."""
+    half = -(-TOKENS // (2 * CP))
+    padded = 2 * CP * half
+    local = []
+    for sample in samples:
+        whole = torch.nn.functional.pad(sample, (0, 0, 0, 0, 0, padded - TOKENS))
+        local += [
+            whole[half * CP_RANK : half * (CP_RANK + 1)],
+            whole[padded - half * (CP_RANK + 1) : padded - half * CP_RANK],
+        ]
+    buffer = torch.cat(local)
+    size = -(-buffer.shape[0] // TP)
+    return buffer[size * TP_RANK : size * (TP_RANK + 1)].contiguous()
+
+
+class Files:
+    """Samples of one model shape written to a trace, and other ways to read the same files."""
+
+    def __init__(
+        self, directory: str, shape: ModelShape, arrays: Sequence[np.ndarray[Any, Any]], **options: Any
+    ) -> None:
+        self.shape = shape
+        self.arrays = arrays
+        path = os.path.join(directory, f"{shape.name}-{len(os.listdir(directory))}.trace")
+        with tracefile.TraceWriter(path, **shape.options, **options) as writer:
+            self.lazies = [writer.append(f"sample-{i}", array) for i, array in enumerate(arrays)]
+        refs = [lazy.selection.rows.segments()[0] for lazy in self.lazies]
+        self.segments = [segment_pool.get(ref.trace, writer.config, ref.id) for ref in refs]
+        self.array_paths = [segment_path(ref.trace.path, ref.id) for ref in refs]
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(segment.header.shard_bytes for segment in self.segments)
+
+    def limit(self, wanted: Sequence[tuple[int, range, Sequence[int]]]) -> Callable[[], None]:
+        """The bare loop: rows and layers of samples, each chunk that they touch checked and decoded."""
+        todo: list[tuple[memoryview, int, int]] = []
+        for sample, rows, layers in wanted:
+            segment: OpenSegment = self.segments[sample]
+            geometry = segment.header.geometry
+            view = segment.source.read(0, segment.source.size) if segment.source is not None else memoryview(b"")
+            for row_chunk in range(rows.start // geometry.rows_per_chunk, -(-rows.stop // geometry.rows_per_chunk)):
+                for layer_chunk in sorted({layer // geometry.layers_per_chunk for layer in layers}):
+                    number = layer_chunk * segment.row_chunks + row_chunk
+                    todo.append((view, segment.index.offsets[number], segment.index.lengths[number]))
+        chunk_bytes = self.segments[0].decoder.chunk_bytes
+        memory = np.empty((len(todo), chunk_bytes), np.uint8)
+        memory.fill(0)
+        compressed = self.segments[0].decoder.codec is not None
+
+        def loop() -> None:
+            for (view, offset, nbytes), into in zip(todo, memory, strict=True):
+                end = offset + nbytes - 4
+                payload = view[offset:end]
+                if crc32c(payload) != int.from_bytes(view[end : end + 4], "little"):
+                    raise AssertionError("crc")
+                if compressed:
+                    blosc.decompress(payload, into)
+                else:
+                    into[:] = np.frombuffer(payload, np.uint8)
+
+        return loop
+
+
+def peers(files: Files) -> dict[str, Callable[[int, slice, slice], np.ndarray[Any, Any]]]:
+    """Other readers of the same arrays: rows and layers of a sample as ``[layers, rows, top_k]``."""
+    import tensorstore
+    import zarr
+    import zarrs  # noqa: F401  registers its pipeline
+
+    zarr_arrays = [zarr.open_array(path, mode="r") for path in files.array_paths]
+    with zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}):
+        zarrs_arrays = [zarr.open_array(path, mode="r") for path in files.array_paths]
+    # Chunks are not to be found decoded; everybody reads from the page cache.
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+    stores = [
+        tensorstore.open(
+            {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}, open=True, context=context
+        ).result()
+        for path in files.array_paths
+    ]
+    return {
+        "zarr-python": lambda sample, rows, layers: np.asarray(zarr_arrays[sample][layers, rows]),
+        "zarrs": lambda sample, rows, layers: np.asarray(zarrs_arrays[sample][layers, rows]),
+        "tensorstore": lambda sample, rows, layers: stores[sample][layers, rows].read().result(),
+    }
+
+
+def layer_major(shape: Sequence[int], dtype: np.dtype[Any]) -> torch.Tensor:
+    """Memory for ``[rows, layers, top_k]`` as tracefile fills it fastest, touched already."""
+    rows, layers, top_k = shape
+    return torch.from_numpy(np.zeros((layers, rows, top_k), dtype)).permute(1, 0, 2)
+
+
+def single_threaded(run: Callable[[], Any]) -> Callable[[], Any]:
+    def one_thread() -> None:
+        before = tracefile.configure(decode_threads=1)
+        try:
+            run()
+        finally:
+            tracefile.configure(decode_threads=before.decode_threads)
+
+    return one_thread
+
+
+def check(actual: Any, expected: np.ndarray[Any, Any], what: str) -> None:
+    if not np.array_equal(np.asarray(actual), expected):
+        raise AssertionError(f"{what} read other ids than were written")
+
+
+def report(title: str, timings: dict[str, Timing], base: str) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("")
+    table.add_column("median", justify="right")
+    table.add_column(f"times {base}", justify="right")
+    for name, timing in timings.items():
+        ratio = timing.times(timings[base])
+        table.add_row(name, f"{timing.median * 1e3:.2f} ms", f"{ratio:.2f}")
+    console.print(table)
+
+
+def bench_shard(files: Files, samples: int, rounds: int, against: bool) -> dict[str, Timing]:
+    """Pattern (a)."""
+    pieces = rank_pieces(samples)
+    eager = [torch.from_numpy(array) for array in files.arrays[:samples]]
+    expected = pad_cat_slice(eager).numpy()
+    lazy = pad_cat_slice(files.lazies[:samples])
+    assert isinstance(lazy, tracefile.LazyRoutedExperts)
+    out = layer_major(lazy.shape, files.segments[0].header.config.dtype)
+    layers = range(files.shape.num_layers)
+    own = [(p.sample, range(p.start, p.stop), layers) for p in pieces if p.sample is not None]
+
+    def ours() -> torch.Tensor:
+        return lazy.materialize(out=out)
+
+    contenders: dict[str, Callable[[], Any]] = {
+        "limit": files.limit(own),
+        "tracefile, 1 thread": single_threaded(ours),
+        "tracefile": ours,
+    }
+    check(ours(), expected, "tracefile")
+    if against:
+        for name, read in peers(files).items():
+
+            def run(read: Any = read) -> list[np.ndarray[Any, Any]]:
+                return [read(s, slice(rows.start, rows.stop), slice(None)) for s, rows, _ in own]
+
+            contenders[name] = run
+            parts = [part.transpose(1, 0, 2) for part in run()]
+            padding = [np.zeros((p.stop - p.start, *expected.shape[1:]), np.uint8) for p in pieces if p.sample is None]
+            check(np.concatenate([*parts, *padding]) if len(padding) < 2 else expected, expected, name)
+        contenders["tracefile, lazy operations and int32"] = lambda: pad_cat_slice(files.lazies[:samples]).materialize()
+        contenders["pad, cat, slice int32 in RAM"] = lambda: pad_cat_slice(eager)
+    return side_by_side(contenders, rounds, tracefile.clear_cache)
+
+
+def bench_layers(files: Files, rounds: int, against: bool) -> dict[str, Timing]:
+    """Pattern (b)."""
+    stage = range(12, 24)
+    lazy = files.lazies[0][:, 12:24]
+    out = layer_major(lazy.shape, files.segments[0].header.config.dtype)
+    check(lazy.materialize(out=out), files.arrays[0][:, 12:24], "tracefile")
+    contenders: dict[str, Callable[[], Any]] = {
+        "limit": files.limit([(0, range(TOKENS), stage)]),
+        "tracefile, 1 thread": single_threaded(lambda: lazy.materialize(out=out)),
+        "tracefile": lambda: lazy.materialize(out=out),
+    }
+    if against:
+        for name, read in peers(files).items():
+            contenders[name] = lambda read=read: read(0, slice(None), slice(12, 24))
+    return side_by_side(contenders, rounds, tracefile.clear_cache)
+
+
+def bench_by_layer(files: Files, rounds: int) -> dict[str, Timing]:
+    """Pattern (c): the cache makes it one decoding per chunk."""
+    lazy = pad_cat_slice(files.lazies[:1])
+    expected = pad_cat_slice([torch.from_numpy(files.arrays[0])])
+    layers = range(files.shape.num_layers)
+    pieces = [(p.sample, range(p.start, p.stop), layers) for p in rank_pieces(1) if p.sample is not None]
+    before = tracefile.process_stats().chunks_decoded
+    tracefile.clear_cache()
+    for layer in layers:
+        check(lazy[:, layer].materialize(), expected[:, layer].numpy(), "tracefile, layer by layer")
+    decoded = tracefile.process_stats().chunks_decoded - before
+    tracefile.clear_cache()
+    lazy.materialize()
+    assert decoded == tracefile.process_stats().chunks_decoded - before - decoded, "a chunk was decoded twice"
+
+    def ours() -> None:
+        for layer in layers:
+            lazy[:, layer].materialize(dtype=torch.uint8)
+
+    contenders: dict[str, Callable[[], Any]] = {"limit": files.limit(pieces), "tracefile": ours}
+    return side_by_side(contenders, rounds, tracefile.clear_cache)
+
+
+def bench_whole(files: Files, rounds: int, against: bool) -> dict[str, Timing]:
+    """Pattern (d)."""
+    lazy = files.lazies[0]
+    out = layer_major(lazy.shape, files.segments[0].header.config.dtype)
+    check(lazy.materialize(out=out), files.arrays[0], "tracefile")
+    contenders: dict[str, Callable[[], Any]] = {
+        "limit": files.limit([(0, range(TOKENS), range(files.shape.num_layers))]),
+        "tracefile, 1 thread": single_threaded(lambda: lazy.materialize(out=out)),
+        "tracefile": lambda: lazy.materialize(out=out),
+    }
+    if against:
+        for name, read in peers(files).items():
+            contenders[name] = lambda read=read: read(0, slice(None), slice(None))
+    return side_by_side(contenders, rounds, tracefile.clear_cache)
+
+
+def patterns(directory: str, shape: ModelShape, rounds: int) -> None:
+    arrays = [synthetic_routing(shape, TOKENS, seed) for seed in range(4)]
+    files = Files(directory, shape, arrays)
+    geometry = files.segments[0].header.geometry
+    int32 = sum(array.nbytes for array in arrays)
+    console.print(
+        f"\n[bold]{shape}[/], {TOKENS} tokens a sample; chunks of {geometry.layers_per_chunk} layers x"
+        f" {geometry.rows_per_chunk} rows; {int32 / 2**20:.0f} MiB as int32, {files.stored_bytes / 2**20:.0f} MiB stored"
+    )
+    report("(a) rank shard, cp 2 x tp 4, one sample", bench_shard(files, 1, rounds, True), "limit")
+    report("(a) rank shard, cp 2 x tp 4, microbatch of 4 samples", bench_shard(files, 4, rounds, True), "limit")
+    report("(b) 12 layers of a sample", bench_layers(files, rounds, True), "limit")
+    report("(c) a shard, layer by layer", bench_by_layer(files, rounds), "limit")
+    report("(d) whole sample", bench_whole(files, max(3, rounds // 3), True), "limit")
+
+
+def sweep(directory: str, shape: ModelShape, rounds: int) -> None:
+    """Geometries and codecs: milliseconds of each pattern, one thread, and bytes."""
+    arrays = [synthetic_routing(shape, TOKENS, seed) for seed in range(1)]
+    table = Table(title=f"{shape}: milliseconds, one thread", title_justify="left", title_style="bold")
+    for column in ("codec", "layers x rows", "KiB", "(a)", "(b)", "(c)", "(d)", "mean", "int32 / stored"):
+        table.add_column(column, justify="right" if column != "codec" else "left")
+    tracefile.configure(decode_threads=1)
+    results: list[tuple[tuple[str, ...], list[float], float]] = []
+    for codec in ("fast", "compact", "none"):
+        for groups in (1, 2, 4, 8, shape.num_layers) if codec == "fast" else (2, 4):
+            layers = -(-shape.num_layers // groups)
+            for kib in (16, 32, 48, 64, 96) if codec == "fast" else (48,):
+                rows = max(8, round(kib * 1024 / (layers * shape.top_k) / 8) * 8)
+                rows = 2 ** round(np.log2(rows))
+                files = Files(directory, shape, arrays, codec=codec, layers_per_chunk=layers, rows_per_chunk=rows)
+                times = [
+                    bench_shard(files, 1, rounds, False)["tracefile"].median,
+                    bench_layers(files, rounds, False)["tracefile"].median,
+                    bench_by_layer(files, rounds)["tracefile"].median,
+                    bench_whole(files, max(2, rounds // 3), False)["tracefile"].median,
+                ]
+                size = layers * rows * shape.top_k / 1024
+                name = (codec, f"{layers} x {rows}", f"{size:.0f}")
+                results.append((name, times, arrays[0].nbytes / files.stored_bytes))
+                console.print(name, [f"{t * 1e3:.2f}" for t in times], style="dim")
+    means = [float(np.exp(np.mean(np.log(times)))) for _, times, _ in results]
+    for (name, times, ratio), mean in sorted(zip(results, means, strict=True), key=lambda item: item[1]):
+        table.add_row(*name, *(f"{t * 1e3:.2f}" for t in times), f"{mean * 1e3:.2f}", f"{ratio:.2f}")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="sweep chunk geometries and codecs instead")
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="model shape (default: both)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds to take the median of (default 15)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.shape or SHAPES:
+        with tempfile.TemporaryDirectory() as directory:
+            (sweep if options.sweep else patterns)(directory, SHAPES[name], options.rounds)
+
+
+if __name__ == "__main__":
+    main()
