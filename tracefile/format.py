@@ -205,9 +205,18 @@ def check_codec(codec: str) -> CodecName:
     return codec
 
 
+_last_segment_time = 0
+
+
 def new_segment_id() -> str:
-    """A segment id no other writer will choose; ids made later sort later (up to the hosts' clock skew)."""
-    return f"{time.time_ns():016x}-{secrets.token_hex(6)}"
+    """A segment id no other writer will choose.
+
+    Ids made later in one process sort later, even if its clock is set back; between hosts, up to the skew of
+    their clocks.
+    """
+    global _last_segment_time
+    _last_segment_time = now = max(time.time_ns(), _last_segment_time + 1)
+    return f"{now:016x}-{secrets.token_hex(6)}"
 
 
 def is_segment_id(name: object) -> bool:
