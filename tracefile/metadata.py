@@ -98,30 +98,44 @@ def encode(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode("ascii")
 
 
-def _decode(raw: bytes, where: str) -> dict[str, Any]:
+def _decode(raw: bytes, where: str, segment: str | None = None) -> dict[str, Any]:
     try:
         document = json.loads(raw)
-    except ValueError as error:
-        raise MetadataDamagedError(f"{where} is not JSON ({error}); restore the file", path=where) from None
+    except (ValueError, RecursionError) as error:
+        raise MetadataDamagedError(
+            f"{where} is not JSON ({error}); restore the file", path=where, segment=segment
+        ) from None
     if not isinstance(document, dict) or document.get("zarr_format") != 3:
-        raise MetadataDamagedError(f"{where} is not a Zarr v3 document; restore the file", path=where)
+        raise MetadataDamagedError(f"{where} is not a Zarr v3 document; restore the file", path=where, segment=segment)
     return document
 
 
-def _attributes(document: Mapping[str, Any], where: str) -> dict[str, Any]:
+def is_another_node(raw: bytes) -> bool:
+    """Whether a ``zarr.json`` is a whole Zarr document that tracefile did not write, and not one of ours, damaged."""
+    try:
+        document = json.loads(raw)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and "zarr_format" in document and b'"tracefile"' not in raw
+
+
+def _attributes(document: Mapping[str, Any], where: str, segment: str | None = None) -> dict[str, Any]:
     attributes = document.get("attributes")
     ours = attributes.get("tracefile") if isinstance(attributes, dict) else None
     if not isinstance(ours, dict):
-        raise MetadataDamagedError(f"{where} has no tracefile attributes: not written by tracefile", path=where)
+        raise MetadataDamagedError(
+            f"{where} has no tracefile attributes: not written by tracefile", path=where, segment=segment
+        )
     version = ours.get("format")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise FormatVersionError(
             f"{where} has format version {version}; this release reads up to {FORMAT_VERSION}: upgrade tracefile",
             path=where,
+            segment=segment,
         )
     if ours.get("crc32c") != _checksum(document) or version != FORMAT_VERSION:
         raise MetadataDamagedError(
-            f"{where} fails its checksum: it was damaged or edited; restore the file", path=where
+            f"{where} fails its checksum: it was damaged or edited; restore the file", path=where, segment=segment
         )
     return ours
 
@@ -258,8 +272,8 @@ def parse_segment_header(raw: bytes, trace: TraceHeader, segment: str, where: st
     ------
     MetadataDamagedError, FormatVersionError
     """
-    document = _decode(raw, where)
-    ours = _attributes(document, where)
+    document = _decode(raw, where, segment)
+    ours = _attributes(document, where, segment)
 
     def damaged(why: str) -> MetadataDamagedError:
         return MetadataDamagedError(f"{where}: {why}", path=where, segment=segment)

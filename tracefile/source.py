@@ -15,7 +15,7 @@ import mmap
 import os
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from tracefile.errors import OptionError, SegmentMissingError, ShardDamagedError, TraceError
+from tracefile.errors import OptionError, SegmentMissingError, ShardDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -101,7 +101,7 @@ def open_source(path: str, *, kind: SourceKind, size: int, segment: str) -> Sour
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise SegmentMissingError(
             f"{path} is gone: segment {segment} was deleted or not copied whole; restore it",
             path=path,
@@ -183,7 +183,7 @@ class PreadSource(_FileSource):
             more = os.pread(self.fd, nbytes - len(data), offset + len(data))
             if not more:
                 self.check_size()
-                raise TraceError(
+                raise ShardDamagedError(
                     f"{self.path}: read {len(data)} of {nbytes} bytes at {offset}; the file system returned no more",
                     path=self.path,
                     segment=self.segment,

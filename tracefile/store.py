@@ -26,6 +26,7 @@ from tracefile.errors import (
     NotATraceError,
     PublishError,
     SegmentMissingError,
+    ShardDamagedError,
     TraceNotFoundError,
 )
 from tracefile.format import (
@@ -87,7 +88,7 @@ def read_trace_header(path: str) -> TraceHeader:
     try:
         return metadata.parse_trace_header(raw, where)
     except MetadataDamagedError as error:
-        if b'"tracefile"' not in raw:
+        if metadata.is_another_node(raw):
             raise NotATraceError(f"{path} holds another kind of Zarr node, not a trace", path=path) from error
         raise
 
@@ -247,7 +248,7 @@ def list_segments(trace_path: str) -> list[str]:
     try:
         with os.scandir(directory) as entries:
             return sorted(entry.name for entry in entries if is_segment_id(entry.name))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise MetadataDamagedError(f"{directory} is gone; restore the trace from a copy", path=trace_path) from None
 
 
@@ -289,20 +290,25 @@ class OpenSegment:
         self.decoder = ChunkDecoder(
             CODECS[self.header.codec],
             geometry.chunk_bytes(header.config),
-            row_chunks=self.row_chunks,
+            row_chunks=max(1, self.row_chunks),
             segment=segment,
             path=self.path,
         )
         chunks = layer_chunks * self.row_chunks
         self.index = ShardIndex([], [])
         if self.header.rows:
-            size = self.header.shard_bytes
+            size, tail = self.header.shard_bytes, index_bytes(chunks)
+            if size < HEADER_BYTES + tail:
+                raise ShardDamagedError(
+                    f"{self.path}: {size} bytes cannot hold the {chunks} chunks of segment {segment}; restore the file",
+                    path=self.path,
+                    segment=segment,
+                )
             self.source = open_source(self.path, kind=check_source_kind(source), size=size, segment=segment)
             try:
                 check_header(self.source.read(0, HEADER_BYTES), segment, self.path)
-                tail = index_bytes(chunks)
                 self.index = ShardIndex.parse(
-                    self.source.read(max(0, size - tail), min(tail, size)),
+                    self.source.read(size - tail, tail),
                     chunks=chunks,
                     shard_bytes=size,
                     segment=segment,
