@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import time
 from typing import NoReturn
 
 from rich.console import Console
+from rich.markup import escape
 
 from demo_job import figure, job, report
 from demo_job.processes import ChildFailed, prepare
@@ -34,8 +36,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     sizes.add_argument("--group", type=int, default=8, help="samples per prompt")
     sizes.add_argument("--microbatch", type=int, default=8, help="samples per microbatch of the learner")
     training = parser.add_argument_group("training")
-    training.add_argument("--train-steps", type=int, default=60, help="steps")
-    training.add_argument("--train-seconds", type=float, default=25.0, help="stop training after this long")
+    training.add_argument("--train-steps", type=int, default=48, help="steps")
+    training.add_argument("--train-seconds", type=float, default=20.0, help="stop training after this long")
     parser.add_argument("--seed", type=int, default=0, help="of weights, text, sampling and order")
     parser.add_argument("--out", default="demo-out", metavar="DIR", help="where memory.png goes, and files underway")
     parser.add_argument("--keep", action="store_true", help="keep the trace, the payload files and the weights")
@@ -58,6 +60,9 @@ def run(arguments: argparse.Namespace, work: str, progress: Console) -> None:
     def say(text: str) -> None:
         progress.print(f"[dim]{time.monotonic() - began:6.1f} s[/]  {text}", highlight=False, soft_wrap=True)
 
+    picture = os.path.join(arguments.out, "memory.png")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(picture)  # an earlier run's must not pass for this one's if this one fails
     job.check_room(options)
     prepare("demo_job.learner")
     say("training a small MoE model on Python's language reference")
@@ -69,7 +74,6 @@ def run(arguments: argparse.Namespace, work: str, progress: Console) -> None:
     say("eight learner ranks, through tracefile")
     lazy = job.run_pass(options, rollouts, lazy=True)
     job.check_same(eager, lazy)
-    picture = os.path.join(arguments.out, "memory.png")
     figure.save(picture, eager, lazy, rollouts.payload_bytes)
     say("done")
 
@@ -82,7 +86,7 @@ def run(arguments: argparse.Namespace, work: str, progress: Console) -> None:
     output.print(report.table(rollouts, eager, lazy))
     output.print()
     output.print(report.sentence(eager, lazy), highlight=False)
-    output.print(f"Memory over time: {picture}", highlight=False, soft_wrap=True)
+    output.print(f"Memory over time: {escape(picture)}", highlight=False, soft_wrap=True)
 
 
 def main() -> int:
@@ -99,14 +103,14 @@ def main() -> int:
         work = tempfile.mkdtemp(prefix="run-", dir=arguments.out)
         run(arguments, work, progress)
     except (job.DemoFailed, ChildFailed, OSError) as error:
-        progress.print(f"[bold red]demo failed:[/] {error}", highlight=False, soft_wrap=True)
+        progress.print(f"[bold red]demo failed:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         progress.print("interrupted")
         return 128 + signal.SIGINT
     finally:
         if arguments.keep:
-            progress.print(f"kept: {work}", highlight=False, soft_wrap=True)
+            progress.print(f"kept: {escape(work)}", highlight=False, soft_wrap=True)
         elif work:
             shutil.rmtree(work, ignore_errors=True)
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -15,28 +15,34 @@ if TYPE_CHECKING:
 
     from demo_job.job import Pass
 
+
+class _Style(NamedTuple):
+    color: str
+    linestyle: str
+
+
 # Vermilion and blue of Okabe and Ito's palette, which colour-blind people tell apart; the dashes do so in grey.
-_EAGER = {"color": "#D55E00", "linestyle": "-"}
-_LAZY = {"color": "#0072B2", "linestyle": (0, (4, 1.5))}
-_PAYLOAD = {"color": "#444444", "linestyle": ":"}
+_EAGER = _Style("#D55E00", "-")
+_LAZY = _Style("#0072B2", "--")
+_PAYLOAD = _Style("#444444", ":")
 
 
-def _draw(axes: Axes, seconds: list[float], nbytes: list[int], style: dict[str, object], width: float) -> None:
-    axes.plot(seconds, [(value - nbytes[0]) / MIB for value in nbytes], linewidth=width, **style)  # type: ignore[arg-type]
+def _draw(axes: Axes, seconds: list[float], nbytes: list[int], style: _Style, width: float) -> None:
+    axes.plot(seconds, [(value - nbytes[0]) / MIB for value in nbytes], linewidth=width, **style._asdict())
 
 
-def _peak(axes: Axes, seconds: list[float], nbytes: list[int], style: dict[str, object]) -> None:
+def _peak(axes: Axes, seconds: list[float], nbytes: list[int], style: _Style) -> None:
     """Mark the highest point and say how high it is."""
     at = max(range(len(nbytes)), key=nbytes.__getitem__)
     growth = nbytes[at] - nbytes[0]
-    axes.plot([seconds[at]], [growth / MIB], "o", color=str(style["color"]), markersize=4.5)
+    axes.plot([seconds[at]], [growth / MIB], "o", color=style.color, markersize=4.5)
     axes.annotate(
         f"{mib(growth)} MiB",
         (seconds[at], growth / MIB),
         (0, 6),
         textcoords="offset points",
         ha="right",
-        color=str(style["color"]),
+        color=style.color,
         weight="bold",
     )
 
@@ -56,7 +62,7 @@ def save(path: str, eager: Pass, lazy: Pass, payload_bytes: int) -> None:
         _peak(each, seconds, by_rank[max(by_rank, key=one.memory.growth)], style)
     last = max(eager.memory.seconds[-1], lazy.memory.seconds[-1])
     for axes, title, count in ((node, f"All {ranks} ranks of the node together", ranks), (each, "Each rank", 1)):
-        axes.axhline(payload_bytes * count / MIB, linewidth=1.2, **_PAYLOAD)  # type: ignore[arg-type]
+        axes.axhline(payload_bytes * count / MIB, linewidth=1.2, **_PAYLOAD._asdict())
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("time since all ranks started (s)")
         axes.set_ylabel("RssAnon over its value at the start (MiB)")
@@ -66,7 +72,7 @@ def save(path: str, eager: Pass, lazy: Pass, payload_bytes: int) -> None:
         axes.grid(True, color="#e0e0e0", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(
-        [Line2D([], [], linewidth=1.8, **style) for style in (_EAGER, _LAZY, _PAYLOAD)],  # type: ignore[arg-type]
+        [Line2D([], [], linewidth=1.8, **style._asdict()) for style in (_EAGER, _LAZY, _PAYLOAD)],
         ["whole payload to every rank", "through tracefile", f"size of the int32 payload (left: {ranks} times)"],
         loc="outside lower center",
         ncols=3,

@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,8 +19,6 @@ import tracefile
 from demo_job.parallel import Rank, local_experts, record
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from demo_job.processes import Channel
 
 
@@ -61,8 +59,6 @@ class LearnerResult:
         From payload files or from the trace.
     wall_s, cpu_s : float
         Spent in getting the routing; the digest is not counted.
-    kept : list of ndarray
-        The tensors of one microbatch, of the first rank only.
     """
 
     digest: str
@@ -71,7 +67,6 @@ class LearnerResult:
     bytes_read: int
     wall_s: float
     cpu_s: float
-    kept: list[np.ndarray[Any, Any]]
 
 
 class _Stopwatch:
@@ -98,7 +93,8 @@ def _load(files: tuple[str, ...]) -> dict[str, Tensor]:
 def learn(channel: Channel, rank: Rank) -> None:
     """The process. Says that it is ready, gets a :class:`LearnerTask`, replies with a :class:`LearnerResult`.
 
-    It then stays until it is told to go, with all that it holds, so that its memory can be looked at.
+    Until it is told the number of a microbatch it then stays, with all that it holds, so that its memory can be
+    looked at; it replies with that microbatch's arrays.
     """
     torch.set_num_threads(1)
     channel.reply("ready")
@@ -106,21 +102,23 @@ def learn(channel: Channel, rank: Rank) -> None:
     stopwatch = _Stopwatch()
     digest = hashlib.blake2b(digest_size=16)
     tensors = rows = 0
-    kept: list[np.ndarray[Any, Any]] = []
     with stopwatch:
         payload = _load(task.payload_files) if task.payload_files else task.handles
-    for number, microbatch in enumerate(task.microbatches):
+
+    def layers_of(microbatch: tuple[str, ...]) -> list[Tensor]:
+        return record(local_experts([payload[sample] for sample in microbatch], rank, task.num_experts))
+
+    for microbatch in task.microbatches:
         with stopwatch:
-            layers = record(local_experts([payload[sample] for sample in microbatch], rank, task.num_experts))
+            layers = layers_of(microbatch)
         for layer in layers:
             digest.update(layer.numpy().data)
-        if rank == Rank(0, 0) and number == len(task.microbatches) // 2:
-            kept = [layer.numpy().copy() for layer in layers]
         tensors += len(layers)
         rows += len(layers[0])
     if task.payload_files:
         bytes_read = sum(os.path.getsize(file) for file in task.payload_files)
     else:
         bytes_read = tracefile.process_stats().bytes_read
-    channel.reply(LearnerResult(digest.hexdigest(), tensors, rows, bytes_read, stopwatch.wall_s, stopwatch.cpu_s, kept))
+    channel.reply(LearnerResult(digest.hexdigest(), tensors, rows, bytes_read, stopwatch.wall_s, stopwatch.cpu_s))
+    channel.reply([layer.numpy() for layer in layers_of(task.microbatches[channel.receive()])])
     channel.receive()
