@@ -1,0 +1,5 @@
+"""``python -m tracefile.cli``."""
+
+from tracefile.cli import main
+
+main()

@@ -1,0 +1,226 @@
+"""What lies in a trace's directory, damage included: each segment's document, or what is wrong with it.
+
+:func:`tracefile.open` refuses a trace with a damaged segment, because a sample that silently falls back to an
+older revision is wrong data. What looks for damage has to go on instead. A trace may be written to, or cleaned
+up, meanwhile: a segment whose directory is gone by the time it is read has vanished, and is not damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from tracefile.errors import MetadataDamagedError, OptionError, SegmentMissingError, TraceError
+from tracefile.format import METADATA_NAME, ModelConfig, segment_path
+from tracefile.metadata import TraceHeader, parse_segment_header
+from tracefile.store import list_segments, read_file, read_segment_header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tracefile.metadata import SampleEntry, SegmentHeader
+
+Range = tuple[int, int]
+
+
+class Revision(NamedTuple):
+    """One revision of a sample: the segment whose index lists it, and whether a later one replaced it."""
+
+    listed_in: str
+    entry: SampleEntry
+    superseded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Rows of one segment that one revision of a sample consists of.
+
+    Attributes
+    ----------
+    sample : str
+    listed_in : str
+        The segment whose index lists this revision; another one than the rows' where samples share rows.
+    superseded : bool
+    start, stop : int
+        Rows of the segment.
+    first : int
+        The sample's row that lies at ``start``.
+    missing : tuple of (int, int)
+        Those of these rows that were never captured, as ranges of the sample's rows.
+    """
+
+    sample: str
+    listed_in: str
+    superseded: bool
+    start: int
+    stop: int
+    first: int
+    missing: tuple[Range, ...]
+
+    def captured(self, start: int, stop: int) -> Iterator[Range]:
+        """The captured rows among ``[start, stop)``, as ranges of the segment's rows."""
+        start, stop = max(start, self.start), min(stop, self.stop)
+        shift = self.start - self.first
+        for gap_start, gap_stop in self.missing:
+            if start < min(gap_start + shift, stop):
+                yield start, min(gap_start + shift, stop)
+            start = max(start, gap_stop + shift)
+        if start < stop:
+            yield start, stop
+
+
+@dataclass(slots=True)
+class Survey:
+    """A trace's segments as they were found.
+
+    Attributes
+    ----------
+    path : str
+    header : TraceHeader
+    segments : dict of str to SegmentHeader
+        The sound ones, in the order of their ids.
+    damaged : dict of str to TraceError
+        What is wrong with the documents of the others.
+    vanished : list of str
+        Segments that were listed and gone when they were to be read.
+    """
+
+    path: str
+    header: TraceHeader
+    segments: dict[str, SegmentHeader] = field(default_factory=dict)
+    damaged: dict[str, TraceError] = field(default_factory=dict)
+    vanished: list[str] = field(default_factory=list)
+
+    def samples(self) -> dict[str, Revision]:
+        """The revision of each sample that counts, in the order in which the samples came."""
+        newest: dict[str, Revision] = {}
+        for segment, header in self.segments.items():
+            newest.update((sample, Revision(segment, entry, False)) for sample, entry in header.samples.items())
+        return newest
+
+    def revisions(self) -> Iterator[Revision]:
+        """Every revision of every sample, oldest first."""
+        newest = self.samples()
+        for segment, header in self.segments.items():
+            for sample, entry in header.samples.items():
+                yield Revision(segment, entry, newest[sample].listed_in != segment)
+
+    def holdings(self) -> dict[str, list[Holding]]:
+        """Whose rows each segment holds; also of segments that are damaged or absent."""
+        held: dict[str, list[Holding]] = {}
+        for listed_in, entry, superseded in self.revisions():
+            first = 0
+            for span in entry.spans:
+                last = first + span.stop - span.start
+                missing = tuple((a, b) for a, b in entry.missing if a < last and b > first)
+                holding = Holding(entry.id, listed_in, superseded, span.start, span.stop, first, missing)
+                held.setdefault(span.segment, []).append(holding)
+                first = last
+        return held
+
+    def absent(self) -> list[str]:
+        """Segments that samples have rows in and that are not there."""
+        return sorted(set(self.holdings()) - set(self.segments) - set(self.damaged))
+
+    def is_gone(self, segment: str) -> bool:
+        """Whether nothing is left of a segment."""
+        return not os.path.lexists(segment_path(self.path, segment))
+
+
+def take_survey(path: str, header: TraceHeader) -> Survey:
+    """Read the documents of all segments of the trace at ``path``, whatever their state.
+
+    Raises
+    ------
+    MetadataDamagedError
+        The directory of segments itself is gone.
+    """
+    survey = Survey(path, header)
+    pending = list_segments(path)
+    known = set(pending)
+    while pending:
+        referenced: set[str] = set()
+        for segment in pending:
+            try:
+                found = survey.segments[segment] = read_segment_header(path, header, segment)
+            except TraceError as error:
+                if isinstance(error, SegmentMissingError) and survey.is_gone(segment):
+                    survey.vanished.append(segment)
+                else:
+                    survey.damaged[segment] = error
+            except OSError as error:
+                where = os.path.join(segment_path(path, segment), METADATA_NAME)
+                survey.damaged[segment] = unreadable(where, error, segment)
+            else:
+                referenced.update(span.segment for entry in found.samples.values() for span in entry.spans)
+        # Listing a directory that is being added to may miss a segment and still show later ones that refer to it.
+        pending = sorted(segment for segment in referenced - known if not survey.is_gone(segment))
+        known.update(pending)
+    survey.segments = dict(sorted(survey.segments.items()))
+    return survey
+
+
+def listed_segments(path: str) -> list[str]:
+    """Ids of the segments that are visible now; none where even the directory cannot be listed."""
+    try:
+        return list_segments(path)
+    except (TraceError, OSError):
+        return []
+
+
+def recovered_header(path: str, segments: list[str]) -> TraceHeader | None:
+    """What the root document must have said, but for layer ids, by the first segment with a sound document."""
+    for segment in segments:
+        where = os.path.join(segment_path(path, segment), METADATA_NAME)
+        try:
+            raw = read_file(where)
+            document = json.loads(raw)
+            layers, _, top_k = document["shape"]
+            ours = document["attributes"]["tracefile"]
+            header = TraceHeader(ours["trace"], ModelConfig(layers, top_k, ours["num_experts"]))
+            parse_segment_header(raw, header, segment, where)
+        except (OSError, KeyError, TypeError, ValueError, OptionError):
+            continue
+        return header
+    return None
+
+
+def absence(survey: Survey, segment: str) -> str:
+    """What to say of a segment that samples have rows in and that is not there."""
+    where = segment_path(survey.path, segment)
+    return f"{where} is gone, and samples of other segments have rows in it; restore the directory"
+
+
+def unreadable(where: str, error: OSError, segment: str) -> MetadataDamagedError:
+    """What a document that the file system does not give us is reported as."""
+    return MetadataDamagedError(
+        f"{where} cannot be read ({error.strerror or error}); restore the file or its permissions",
+        path=where,
+        segment=segment,
+    )
+
+
+def union(ranges: Iterable[Range]) -> list[Range]:
+    """The union of ``[start, stop)`` ranges, ordered and disjoint.
+
+    Examples
+    --------
+    >>> union([(5, 7), (0, 3), (2, 5), (9, 9)])
+    [(0, 7)]
+    """
+    merged: list[Range] = []
+    for start, stop in sorted(ranges):
+        if start >= stop:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def count_rows(ranges: Iterable[Range]) -> int:
+    """How many rows the union of ``ranges`` has."""
+    return sum(stop - start for start, stop in union(ranges))
