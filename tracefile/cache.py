@@ -12,12 +12,12 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from tracefile.settings import settings
+import numpy as np
+
+from tracefile.settings import on_change, settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import numpy as np
 
 Key = tuple[int, int]  # an open segment's serial number, a chunk's number in its grid
 
@@ -81,12 +81,15 @@ class ChunkCache:
     def put(self, key: Key, chunk: np.ndarray[Any, Any], layers: int) -> None:
         """Keep a chunk until ``layers`` of it (a bit each) have been taken, or :data:`ALWAYS`."""
         budget = self._budget()
+        if chunk.nbytes > budget:
+            return
+        if _is_borrowed(chunk):
+            chunk = chunk.copy()
         with self._lock:
-            if key in self._chunks or chunk.nbytes > budget:
-                return
-            self._chunks[key] = _Held(chunk, layers)
-            self.nbytes += chunk.nbytes
-            self._shrink(budget)
+            if key not in self._chunks:
+                self._shrink(budget - chunk.nbytes)
+                self._chunks[key] = _Held(chunk, layers)
+                self.nbytes += chunk.nbytes
 
     def _shrink(self, budget: int) -> None:
         while self.nbytes > budget:
@@ -110,8 +113,17 @@ class ChunkCache:
         return len(held), sum(held)
 
 
+def _is_borrowed(chunk: np.ndarray[Any, Any]) -> bool:
+    """Whether the chunk is a view of a source's bytes (nothing was decoded), which hold more than the chunk."""
+    owner: Any = chunk
+    while isinstance(getattr(owner, "base", None), np.ndarray):
+        owner = owner.base
+    return isinstance(owner.base, memoryview)
+
+
 #: The cache of this process.
 chunk_cache = ChunkCache(lambda: settings().cache_bytes)
+on_change(chunk_cache.trim)
 
 
 def clear_cache() -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 from tracefile.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def _available_cores() -> int:
@@ -59,6 +63,12 @@ def _from_environment() -> Settings:
 
 
 _current = _from_environment()
+_listeners: list[Callable[[], None]] = []
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Have ``listener`` called after each change of the settings."""
+    _listeners.append(listener)
 
 
 def settings() -> Settings:
@@ -92,4 +102,6 @@ def configure(**changes: int | None) -> Settings:
     if unknown:
         raise OptionError(f"unknown setting {', '.join(sorted(unknown))}; there are {', '.join(Settings.__slots__)}")
     _current = replace(_current, **changes)  # type: ignore[arg-type]
+    for listener in _listeners:
+        listener()
     return before

@@ -110,15 +110,14 @@ def open_source(path: str, *, kind: SourceKind, size: int, segment: str) -> Sour
     try:
         if kind == "auto":
             kind = "pread" if is_network_file_system(_type_of_device(os.fstat(fd).st_dev)) else "mmap"
-        _check_size(fd, size, path, segment)
+        _check_size(os.fstat(fd).st_size, size, path, segment)
         return (MmapSource if kind == "mmap" else PreadSource)(fd, path, size, segment)
     except BaseException:
         os.close(fd)
         raise
 
 
-def _check_size(fd: int, size: int, path: str, segment: str) -> None:
-    actual = os.fstat(fd).st_size
+def _check_size(actual: int, size: int, path: str, segment: str) -> None:
     if actual != size:
         raise ShardDamagedError(
             f"{path} has {actual} bytes, but segment {segment} was published with {size}: truncated or overwritten;"
@@ -128,33 +127,21 @@ def _check_size(fd: int, size: int, path: str, segment: str) -> None:
         )
 
 
-class _FileSource:
-    kind: str
-
-    def __init__(self, fd: int, path: str, size: int, segment: str) -> None:
-        self.fd = fd
-        self.path = path
-        self.size = size
-        self.segment = segment
-
-    def check_size(self) -> None:
-        _check_size(self.fd, self.size, self.path, self.segment)
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
-class MmapSource(_FileSource):
+class MmapSource:
     """A read-only mapping of the file."""
 
     kind = "mmap"
 
     def __init__(self, fd: int, path: str, size: int, segment: str) -> None:
-        super().__init__(fd, path, size, segment)
+        self.path = path
+        self.size = size
+        self.segment = segment
         self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         self._view = memoryview(self._map)
+        os.close(fd)  # the mapping keeps a duplicate
+
+    def check_size(self) -> None:
+        _check_size(self._map.size(), self.size, self.path, self.segment)
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         return self._view[offset : offset + nbytes]
@@ -169,13 +156,26 @@ class MmapSource(_FileSource):
         self._view.release()
         with contextlib.suppress(BufferError):
             self._map.close()
-        super().close()
 
 
-class PreadSource(_FileSource):
+class PreadSource:
     """Positioned reads, neighbouring ranges merged."""
 
     kind = "pread"
+
+    def __init__(self, fd: int, path: str, size: int, segment: str) -> None:
+        self.fd = fd
+        self.path = path
+        self.size = size
+        self.segment = segment
+
+    def check_size(self) -> None:
+        _check_size(os.fstat(self.fd).st_size, self.size, self.path, self.segment)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         data = os.pread(self.fd, nbytes, offset)

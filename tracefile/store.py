@@ -42,7 +42,7 @@ from tracefile.format import (
     staging_path,
 )
 from tracefile.metadata import SegmentHeader, TraceHeader
-from tracefile.settings import settings
+from tracefile.settings import on_change, settings
 from tracefile.shard import ChunkDecoder, ShardIndex, check_header, index_bytes
 from tracefile.source import Source, check_source_kind, open_source
 from tracefile.stats import ReadStats
@@ -350,10 +350,17 @@ class SegmentPool:
         with self._lock:
             opened = self._open.setdefault(key, opened)
             self._open.move_to_end(key)
-            while len(self._open) > settings().max_open_segments:
-                _, evicted = self._open.popitem(last=False)
-                chunk_cache.drop(evicted.serial)
+        self.trim()
         return opened
+
+    def trim(self) -> None:
+        """Close the segments that ``max_open_segments`` has no room for."""
+        evicted = []
+        with self._lock:
+            while len(self._open) > settings().max_open_segments:
+                evicted.append(self._open.popitem(last=False)[1])
+        for segment in evicted:
+            chunk_cache.drop(segment.serial)
 
     def close(self, trace: TraceRef) -> None:
         """Close what is open of a trace, and forget its decoded chunks."""
@@ -383,6 +390,7 @@ class SegmentPool:
 
 #: The open segments of this process.
 segment_pool = SegmentPool()
+on_change(segment_pool.trim)
 
 
 def unfinished(trace_path: str) -> Iterator[str]:
