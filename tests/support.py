@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +72,10 @@ def ids_of(sample: str, rows: int, num_layers: int, top_k: int, num_experts: int
 
 
 def fork(work: Callable[[], object]) -> int:
-    """Start ``work`` in a forked child, which exits with 0 once it returns and with 1 if it raises."""
+    """Start ``work`` in a forked child, which exits with 0 once it returns and with 1 if it raises.
+
+    The child's torch uses one thread, as in DataLoader's workers: OpenMP does not survive a fork.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn where the parent has threads
         pid = os.fork()
@@ -78,6 +83,7 @@ def fork(work: Callable[[], object]) -> int:
         return pid
     status = 1
     try:
+        torch.set_num_threads(1)
         work()
         status = 0
     except BaseException:
@@ -104,8 +110,8 @@ def join(*pids: int, timeout: float = 60) -> list[int]:
     return codes
 
 
-def in_fork(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in a forked child."""
+def in_fork(work: Callable[[], Any], timeout: float = 60) -> Any:
+    """What ``work`` returns in a forked child, which gets ``timeout`` seconds."""
     reader, writer = os.pipe()
 
     def report() -> None:
@@ -116,8 +122,9 @@ def in_fork(work: Callable[[], Any]) -> Any:
     pid = fork(report)
     os.close(writer)
     with open(reader, "rb") as pipe:
-        answer = pipe.read()
-    assert join(pid) == [0]
+        ready, _, _ = select.select([pipe], [], [], timeout)
+        answer = pipe.read() if ready else b""
+    assert join(pid, timeout=5 if ready else 0) == [0]
     return pickle.loads(answer)
 
 
