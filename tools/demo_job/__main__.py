@@ -33,7 +33,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     sizes.add_argument("--layers", type=int, default=24, help="MoE layers; a dense first layer comes on top")
     sizes.add_argument("--top-k", type=int, default=8, help="experts per token and layer")
     sizes.add_argument("--experts", type=int, default=64, help="experts per layer")
-    sizes.add_argument("--group", type=int, default=8, help="samples per prompt")
+    sizes.add_argument("--group", type=int, default=16, help="samples per prompt")
     sizes.add_argument("--microbatch", type=int, default=8, help="samples per microbatch of the learner")
     training = parser.add_argument_group("training")
     training.add_argument("--train-steps", type=int, default=48, help="steps")

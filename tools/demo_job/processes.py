@@ -15,7 +15,7 @@ import os
 import signal
 import traceback
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,6 +82,7 @@ def _interrupts_blocked() -> Iterator[None]:
 def prepare(*modules: str) -> None:
     """Set the environment of children, and have the fork server import ``modules`` in the background."""
     os.environ.update(_ENVIRONMENT)
+    resource_tracker.ensure_running()  # first: starting it unblocks what is blocked
     with _interrupts_blocked():
         forkserver.set_forkserver_preload(list(modules))
         forkserver.ensure_running()

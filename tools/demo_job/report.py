@@ -43,9 +43,10 @@ def rollout_line(options: Options, rollouts: Rollouts) -> str:
     return (
         f"{len(results)} rollout processes wrote {len(lengths)} samples of {lengths[0]:,}-{lengths[-1]:,} tokens"
         f" ({generated:,} of them sampled) x {options.layers} MoE layers x top-{options.top_k} of {options.experts}"
-        f" experts into one trace: {mib(rollouts.trace_bytes)} MiB on disk, {mib(rollouts.payload_bytes)} MiB as int32."
-        f" A forward pass over a finished sample chooses the recorded experts in"
-        f" {min(result.reproduced for result in results):.2%} of the places."
+        f" experts into one trace: {mib(rollouts.trace_bytes)} MiB on disk, {mib(rollouts.payload_bytes)} MiB as int32;"
+        f" writing took each {max(result.write_s for result in results):.1f} s at most."
+        f" A forward pass over a finished sample chooses {min(result.reproduced for result in results):.2%} of the"
+        f" experts recorded while it was sampled."
     )
 
 
@@ -88,10 +89,10 @@ def sentence(eager: Pass, lazy: Pass) -> str:
     """What it comes to."""
     growth = [median(map(p.memory.growth, (rank.name for rank in RANKS))) for p in (eager, lazy)]
     reads = [sum(r.bytes_read for r in p.results.values()) for p in (eager, lazy)]
-    first = next(iter(eager.results.values()))
+    tensors = next(iter(eager.results.values())).tensors
+    times = f" ({growth[0] / growth[1]:.0f} times less)" if growth[0] > 1.5 * growth[1] else ""
     return (
-        f"Every rank got the same routing both ways, bit for bit ({first.tensors} int32 tensors each): for it, a rank"
-        f" needed {mib(growth[1])} MiB of host heap through the trace instead of {mib(growth[0])} MiB"
-        f" ({growth[0] / growth[1]:.0f} times less), and the node read {mib(reads[1])} MiB instead of"
-        f" {mib(reads[0])} MiB."
+        f"Every rank got the same routing both ways, bit for bit ({tensors} int32 tensors each): for it, a rank needed"
+        f" {mib(growth[1])} MiB of host heap through the trace instead of {mib(growth[0])} MiB{times}, and the node"
+        f" read {mib(reads[1])} MiB instead of {mib(reads[0])} MiB."
     )

@@ -22,8 +22,8 @@ from demo_job.model import KeyValues, Model, ModelShape, Routing
 if TYPE_CHECKING:
     from demo_job.processes import Channel
 
-#: Prompts whose samples are decoded in one batch.
-PROMPTS_PER_BATCH = 6
+#: About as many samples are decoded in one batch: whole prompts, at least one.
+BATCH_SAMPLES = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ class RolloutResult:
     write_s : float
         Seconds spent in appending to the trace.
     reproduced : float
-        Share of a sample's recorded expert ids that a forward pass over its tokens chooses again.
+        Share of the expert ids recorded for a sample's continuation that a forward pass over all of its tokens
+        chooses again.
     """
 
     handles: dict[str, tracefile.LazyRoutedExperts]
@@ -156,9 +157,10 @@ def _ended(sample: _Sample, max_new: int) -> bool:
 
 
 def _reproduced(model: Model, sample: _Sample) -> float:
-    """Compare what was recorded, most of it token by token, with one forward pass over all tokens."""
+    """Compare what was recorded token by token, from the KV cache, with one forward pass over all tokens."""
     _, routing, _ = model(sample.tokens[None, :-1])
-    return float((_rows(routing) == sample.routed_experts()).float().mean())
+    sampled = slice(len(sample.prompt), None)
+    return float((_rows(routing)[sampled] == sample.routed_experts()[sampled]).float().mean())
 
 
 def rollout(channel: Channel, name: str, task: RolloutTask) -> None:
@@ -179,12 +181,14 @@ def rollout(channel: Channel, name: str, task: RolloutTask) -> None:
         layer_ids=task.shape.layer_ids,
     )
     with torch.inference_mode(), writer:
-        for start in range(0, len(task.prompts), PROMPTS_PER_BATCH):
-            batch = task.prompts[start : start + PROMPTS_PER_BATCH]
+        group = max((len(prompt.sample_ids) for prompt in task.prompts), default=1)
+        per_batch = max(1, BATCH_SAMPLES // group)
+        for start in range(0, len(task.prompts), per_batch):
+            batch = task.prompts[start : start + per_batch]
             cuts = [(prompt, corpus.cut(text, prompt.length, cutter)) for prompt in batch]
             samples = generate(model, cuts, task.max_new, cutter)
             if not start:
-                reproduced = _reproduced(model, samples[0])
+                reproduced = _reproduced(model, max(samples, key=lambda sample: len(sample.new_tokens)))
             payload = {sample.sample_id: sample.routed_experts() for sample in samples}
             began = time.perf_counter()
             for sample_id, routed_experts in payload.items():
