@@ -65,21 +65,32 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         MetadataDamagedError, FormatVersionError, ClosedError
         """
         self._check_open()
-        new: dict[str, SampleEntry] = {}
-        for segment in list_segments(self.path):
-            if segment not in self.segments:
-                header = read_segment_header(self.path, self._header, segment)
-                self.segments[segment] = header
-                new.update(header.samples)
-        if list(self.segments) != sorted(self.segments):
-            # A writer whose clock is behind committed late: segments count in the order of their ids.
-            self.segments = dict(sorted(self.segments.items()))
-            self._samples = {}
-            for header in self.segments.values():
-                self._samples.update(header.samples)
+        # All of them are read before any is taken in: a damaged one must not make the others pass for seen.
+        new = {
+            segment: read_segment_header(self.path, self._header, segment)
+            for segment in list_segments(self.path)
+            if segment not in self.segments
+        }
+        in_order = not self.segments or not new or min(new) > max(self.segments)
+        if in_order:
+            self.segments.update(new)
+            headers = new.values()
         else:
-            self._samples.update(new)
-        return list(new)
+            # A writer whose clock is behind committed late: segments count in the order of their ids.
+            self.segments = dict(sorted((self.segments | new).items()))
+            self._samples = {}
+            headers = self.segments.values()
+        for header in headers:
+            self._samples.update(header.samples)
+        # Of those, a late segment's may be older revisions of what was there.
+        return list(
+            dict.fromkeys(
+                sample
+                for header in new.values()
+                for sample, entry in header.samples.items()
+                if self._samples[sample] is entry
+            )
+        )
 
     def entry(self, sample_id: str) -> SampleEntry:
         """Where a sample's rows are.
