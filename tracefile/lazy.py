@@ -45,6 +45,7 @@ _TORCH_DTYPES = {
     "int64": torch.int64,
     "uint64": torch.uint64,
 }
+_WIDER = {dtype: np.dtype(name) for name, dtype in _TORCH_DTYPES.items()}
 
 
 class LazyRoutedExperts(torch.Tensor):
@@ -213,9 +214,11 @@ class LazyRoutedExperts(torch.Tensor):
         dtype = self._dtype if dtype is None else dtype
         device = self._device if device is None else torch.device(device)
         self._check_readable(dtype)
-        narrow = selection.read_dtype(self.fill)
         if (self.pinned if pin_memory is None else pin_memory) and torch.cuda.is_available():
-            return self._materialize_pinned(narrow, device, dtype)
+            return self._materialize_pinned(device, dtype)
+        narrow = selection.read_dtype(self.fill)
+        if device.type == "cpu" and dtype is not _TORCH_DTYPES[narrow.name] and dtype in _WIDER and self.holds(dtype):
+            narrow = _WIDER[dtype]  # nothing has to travel: ids are widened as they are placed
         values = torch.from_numpy(self._shaped(self._read(np.empty(selection.array_shape, narrow)), contiguous))
         if device.type != "cpu":
             values = self._move(values, device)
@@ -225,19 +228,20 @@ class LazyRoutedExperts(torch.Tensor):
         selection = self.selection
         if out.shape != selection.shape:
             raise RoutedExpertsShapeError(f"out has shape {list(out.shape)}, not {list(selection.shape)}")
-        narrow = selection.read_dtype(self.fill)
-        target = self._direct_target(out, narrow)
+        target = self._direct_target(out)
         if target is not None:
             self._check_readable(out.dtype)
             self._read(target)
             return out
+        narrow = selection.read_dtype(self.fill)
         values = self.materialize(device="cpu", dtype=_TORCH_DTYPES[narrow.name])
         return out.copy_(values if out.device.type == "cpu" else self._move(values, out.device))
 
-    def _materialize_pinned(self, narrow: np.dtype[Any], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    def _materialize_pinned(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Through page-locked memory: the result lies in it, or travels to its device from it."""
         if device.type == "cpu":
             return self._materialize_into(torch.empty(self.selection.shape, dtype=dtype, pin_memory=True))
+        narrow = self.selection.read_dtype(self.fill)
         host = torch.empty(self.selection.array_shape, dtype=_TORCH_DTYPES[narrow.name], pin_memory=True)
         self._read(host.numpy())
         # The caching host allocator keeps the block until the queued copy has run.
@@ -262,17 +266,16 @@ class LazyRoutedExperts(torch.Tensor):
                     limit=limit,
                 )
 
-    def _direct_target(self, out: torch.Tensor, narrow: np.dtype[Any]) -> Array | None:
+    def _direct_target(self, out: torch.Tensor) -> Array | None:
         """``out`` seen as ``[layers, rows, top_k]``, if values can be read straight into it."""
-        if type(out) is not torch.Tensor or out.device.type != "cpu":
+        if type(out) is not torch.Tensor or out.device.type != "cpu" or not self.holds(out.dtype):
             return None
         array: Array = out.numpy()
         if self.selection.form == "layers" and len(self.selection.lead) == 1:
             array = array.transpose(1, 0, 2)
         elif self.selection.form != "layer":
             return None
-        fits = array.dtype == narrow and array.flags.c_contiguous
-        return array.reshape(self.selection.array_shape) if fits else None
+        return array.reshape(self.selection.array_shape) if array.flags.c_contiguous else None
 
     def _read(self, host: Array) -> Array:
         selection = self.selection

@@ -316,7 +316,8 @@ def encode_rows(rows: Rows) -> tuple[Any, ...]:
         tuple((traces.index(segment.trace), segment.id) for segment in segments),
         tuple(runs),
         len(data),
-        deflated if len(deflated) < len(data) else data,
+        # None, not b"": old pickle protocols spell that as a call of bytes, which torch.load refuses.
+        (deflated if len(deflated) < len(data) else data) or None,
     )
 
 
@@ -325,7 +326,7 @@ def decode_rows(encoded: tuple[Any, ...]) -> Rows:
     raw_traces, raw_segments, raw_runs, size, data = encoded
     traces = [TraceRef(*trace) for trace in raw_traces]
     segments = [SegmentRef(traces[number], name) for number, name in raw_segments]
-    if len(data) < size:
+    if data and len(data) < size:
         data = zlib.decompress(data, bufsize=size)
     offset = 0
     runs: list[Run] = []

@@ -64,6 +64,8 @@ class Selection:
 
     def bounds(self, fill: str) -> tuple[int, int]:
         """Smallest and largest value that the selection can hold."""
+        if self.rows.all_stored:
+            return 0, self.config.num_experts - 1
         low, high = self.rows.bounds()
         if fill == "minus_one" and self.rows.missing_ranges():
             low = min(low, -1)

@@ -172,15 +172,13 @@ def layer_major(shape: Sequence[int], dtype: np.dtype[Any]) -> torch.Tensor:
     return torch.from_numpy(np.zeros((layers, rows, top_k), dtype)).permute(1, 0, 2)
 
 
-def single_threaded(run: Callable[[], Any]) -> Callable[[], Any]:
-    def one_thread() -> None:
-        before = tracefile.configure(decode_threads=1)
-        try:
-            run()
-        finally:
-            tracefile.configure(decode_threads=before.decode_threads)
+THREADS = tracefile.settings().decode_threads
 
-    return one_thread
+
+def prepare(contender: str) -> None:
+    """Before each run: nothing is decoded yet, and as many threads as the contender's name says."""
+    tracefile.clear_cache()
+    tracefile.configure(decode_threads=1 if "1 thread" in contender else THREADS)
 
 
 def check(actual: Any, expected: np.ndarray[Any, Any], what: str) -> None:
@@ -199,7 +197,10 @@ def report(title: str, timings: dict[str, Timing], base: str) -> None:
     console.print(table)
 
 
-def bench_shard(files: Files, samples: int, rounds: int, against: bool) -> dict[str, Timing]:
+Contenders = dict[str, "Callable[[], Any]"]
+
+
+def shard_contenders(files: Files, samples: int, against: bool) -> Contenders:
     """Pattern (a)."""
     pieces = rank_pieces(samples)
     eager = [torch.from_numpy(array) for array in files.arrays[:samples]]
@@ -213,9 +214,9 @@ def bench_shard(files: Files, samples: int, rounds: int, against: bool) -> dict[
     def ours() -> torch.Tensor:
         return lazy.materialize(out=out)
 
-    contenders: dict[str, Callable[[], Any]] = {
+    contenders: Contenders = {
         "limit": files.limit(own),
-        "tracefile, 1 thread": single_threaded(ours),
+        "tracefile, 1 thread": ours,
         "tracefile": ours,
     }
     check(ours(), expected, "tracefile")
@@ -231,27 +232,27 @@ def bench_shard(files: Files, samples: int, rounds: int, against: bool) -> dict[
             check(np.concatenate([*parts, *padding]) if len(padding) < 2 else expected, expected, name)
         contenders["tracefile, lazy operations and int32"] = lambda: pad_cat_slice(files.lazies[:samples]).materialize()
         contenders["pad, cat, slice int32 in RAM"] = lambda: pad_cat_slice(eager)
-    return side_by_side(contenders, rounds, tracefile.clear_cache)
+    return contenders
 
 
-def bench_layers(files: Files, rounds: int, against: bool) -> dict[str, Timing]:
+def stage_contenders(files: Files, against: bool) -> Contenders:
     """Pattern (b)."""
     stage = range(12, 24)
     lazy = files.lazies[0][:, 12:24]
     out = layer_major(lazy.shape, files.segments[0].header.config.dtype)
     check(lazy.materialize(out=out), files.arrays[0][:, 12:24], "tracefile")
-    contenders: dict[str, Callable[[], Any]] = {
+    contenders: Contenders = {
         "limit": files.limit([(0, range(TOKENS), stage)]),
-        "tracefile, 1 thread": single_threaded(lambda: lazy.materialize(out=out)),
+        "tracefile, 1 thread": lambda: lazy.materialize(out=out),
         "tracefile": lambda: lazy.materialize(out=out),
     }
     if against:
         for name, read in peers(files).items():
             contenders[name] = lambda read=read: read(0, slice(None), slice(12, 24))
-    return side_by_side(contenders, rounds, tracefile.clear_cache)
+    return contenders
 
 
-def bench_by_layer(files: Files, rounds: int) -> dict[str, Timing]:
+def by_layer_contenders(files: Files) -> Contenders:
     """Pattern (c): the cache makes it one decoding per chunk."""
     lazy = pad_cat_slice(files.lazies[:1])
     expected = pad_cat_slice([torch.from_numpy(files.arrays[0])])
@@ -270,24 +271,23 @@ def bench_by_layer(files: Files, rounds: int) -> dict[str, Timing]:
         for layer in layers:
             lazy[:, layer].materialize(dtype=torch.uint8)
 
-    contenders: dict[str, Callable[[], Any]] = {"limit": files.limit(pieces), "tracefile": ours}
-    return side_by_side(contenders, rounds, tracefile.clear_cache)
+    return {"limit": files.limit(pieces), "tracefile": ours}
 
 
-def bench_whole(files: Files, rounds: int, against: bool) -> dict[str, Timing]:
+def whole_contenders(files: Files, against: bool) -> Contenders:
     """Pattern (d)."""
     lazy = files.lazies[0]
     out = layer_major(lazy.shape, files.segments[0].header.config.dtype)
     check(lazy.materialize(out=out), files.arrays[0], "tracefile")
-    contenders: dict[str, Callable[[], Any]] = {
+    contenders: Contenders = {
         "limit": files.limit([(0, range(TOKENS), range(files.shape.num_layers))]),
-        "tracefile, 1 thread": single_threaded(lambda: lazy.materialize(out=out)),
+        "tracefile, 1 thread": lambda: lazy.materialize(out=out),
         "tracefile": lambda: lazy.materialize(out=out),
     }
     if against:
         for name, read in peers(files).items():
             contenders[name] = lambda read=read: read(0, slice(None), slice(None))
-    return side_by_side(contenders, rounds, tracefile.clear_cache)
+    return contenders
 
 
 def patterns(directory: str, shape: ModelShape, rounds: int) -> None:
@@ -299,41 +299,54 @@ def patterns(directory: str, shape: ModelShape, rounds: int) -> None:
         f"\n[bold]{shape}[/], {TOKENS} tokens a sample; chunks of {geometry.layers_per_chunk} layers x"
         f" {geometry.rows_per_chunk} rows; {int32 / 2**20:.0f} MiB as int32, {files.stored_bytes / 2**20:.0f} MiB stored"
     )
-    report("(a) rank shard, cp 2 x tp 4, one sample", bench_shard(files, 1, rounds, True), "limit")
-    report("(a) rank shard, cp 2 x tp 4, microbatch of 4 samples", bench_shard(files, 4, rounds, True), "limit")
-    report("(b) 12 layers of a sample", bench_layers(files, rounds, True), "limit")
-    report("(c) a shard, layer by layer", bench_by_layer(files, rounds), "limit")
-    report("(d) whole sample", bench_whole(files, max(3, rounds // 3), True), "limit")
+    for title, contenders in (
+        ("(a) rank shard, cp 2 x tp 4, one sample", shard_contenders(files, 1, True)),
+        ("(a) rank shard, cp 2 x tp 4, microbatch of 4 samples", shard_contenders(files, 4, True)),
+        ("(b) 12 layers of a sample", stage_contenders(files, True)),
+        ("(c) a shard, layer by layer", by_layer_contenders(files)),
+        ("(d) whole sample", whole_contenders(files, True)),
+    ):
+        report(title, side_by_side(contenders, rounds, prepare), "limit")
 
 
 def sweep(directory: str, shape: ModelShape, rounds: int) -> None:
-    """Geometries and codecs: milliseconds of each pattern, one thread, and bytes."""
-    arrays = [synthetic_routing(shape, TOKENS, seed) for seed in range(1)]
-    table = Table(title=f"{shape}: milliseconds, one thread", title_justify="left", title_style="bold")
+    """Geometries and codecs, one thread, in units of one reference: decoding a shard of the default geometry.
+
+    The machine's speed drifts over the minutes that this takes; the reference runs beside everything.
+    """
+    arrays = [synthetic_routing(shape, TOKENS, 0)]
+    reference = shard_contenders(Files(directory, shape, arrays), 1, False)["limit"]
+
+    def units(contenders: Contenders) -> float:
+        ours = next(run for name, run in contenders.items() if name in ("tracefile, 1 thread", "tracefile"))
+        timings = side_by_side({"ours, 1 thread": ours, "reference": reference}, rounds, prepare)
+        return timings["ours, 1 thread"].times(timings["reference"])
+
+    candidates: dict[tuple[str, int, int], None] = {}
+    for groups in (1, 2, 4, 8, shape.num_layers):
+        layers = -(-shape.num_layers // groups)
+        for kib in (24, 48, 96):
+            rows = 2 ** round(np.log2(kib * 1024 / (layers * shape.top_k)))
+            candidates["fast", layers, int(rows)] = None
+            if groups == 4 and kib == 48:
+                candidates["compact", layers, int(rows)] = candidates["none", layers, int(rows)] = None
+    results = []
+    for codec, layers, rows in candidates:
+        files = Files(directory, shape, arrays, codec=codec, layers_per_chunk=layers, rows_per_chunk=rows)
+        values = [
+            units(shard_contenders(files, 1, False)),
+            units(stage_contenders(files, False)),
+            units(by_layer_contenders(files)),
+            units(whole_contenders(files, False)),
+        ]
+        mean = float(np.exp(np.mean(np.log(values))))
+        kib = layers * rows * shape.top_k / 1024
+        results.append((mean, codec, f"{layers} x {rows}", kib, values, arrays[0].nbytes / files.stored_bytes))
+    table = Table(title=f"{shape}: times a shard's bare decoding", title_justify="left", title_style="bold")
     for column in ("codec", "layers x rows", "KiB", "(a)", "(b)", "(c)", "(d)", "mean", "int32 / stored"):
         table.add_column(column, justify="right" if column != "codec" else "left")
-    tracefile.configure(decode_threads=1)
-    results: list[tuple[tuple[str, ...], list[float], float]] = []
-    for codec in ("fast", "compact", "none"):
-        for groups in (1, 2, 4, 8, shape.num_layers) if codec == "fast" else (2, 4):
-            layers = -(-shape.num_layers // groups)
-            for kib in (16, 32, 48, 64, 96) if codec == "fast" else (48,):
-                rows = max(8, round(kib * 1024 / (layers * shape.top_k) / 8) * 8)
-                rows = 2 ** round(np.log2(rows))
-                files = Files(directory, shape, arrays, codec=codec, layers_per_chunk=layers, rows_per_chunk=rows)
-                times = [
-                    bench_shard(files, 1, rounds, False)["tracefile"].median,
-                    bench_layers(files, rounds, False)["tracefile"].median,
-                    bench_by_layer(files, rounds)["tracefile"].median,
-                    bench_whole(files, max(2, rounds // 3), False)["tracefile"].median,
-                ]
-                size = layers * rows * shape.top_k / 1024
-                name = (codec, f"{layers} x {rows}", f"{size:.0f}")
-                results.append((name, times, arrays[0].nbytes / files.stored_bytes))
-                console.print(name, [f"{t * 1e3:.2f}" for t in times], style="dim")
-    means = [float(np.exp(np.mean(np.log(times)))) for _, times, _ in results]
-    for (name, times, ratio), mean in sorted(zip(results, means, strict=True), key=lambda item: item[1]):
-        table.add_row(*name, *(f"{t * 1e3:.2f}" for t in times), f"{mean * 1e3:.2f}", f"{ratio:.2f}")
+    for mean, codec, name, kib, values, ratio in sorted(results):
+        table.add_row(codec, name, f"{kib:.0f}", *(f"{v:.2f}" for v in values), f"{mean:.2f}", f"{ratio:.2f}")
     console.print(table)
 
 
