@@ -19,6 +19,7 @@ import torch
 from support import fork, ids_of, in_fork, join, run_python
 
 import tracefile
+from tracefile import read as read_module
 from tracefile.cache import chunk_cache
 from tracefile.shard import ChunkDecoder
 from tracefile.source import PreadSource
@@ -126,7 +127,6 @@ def test_reading_before_and_after_a_fork(path: str, codec: str, source: str) -> 
             np.testing.assert_array_equal(trace[sample].numpy(), ids)
 
 
-@pytest.mark.xfail(strict=True, reason="values are widened by torch's OpenMP threads, which do not survive a fork")
 def test_a_forked_child_whose_torch_has_threads(path: str) -> None:
     """A child that multiprocessing forks does not set torch's threads to 1 before it reads."""
     values = _write(path, 1, 3000)
@@ -138,6 +138,37 @@ def test_a_forked_child_whose_torch_has_threads(path: str) -> None:
         return np.array_equal(tracefile.open(path)["s0"].numpy(), values["s0"])
 
     assert in_fork(work, timeout=5)
+
+
+@pytest.mark.parametrize("lock", ["segments", "cache", "decode threads"])
+def test_a_fork_while_another_thread_holds_a_lock(path: str, lock: str) -> None:
+    values = _write(path, 2, 2000, layers_per_chunk=2, rows_per_chunk=64)
+    tracefile.configure(decode_threads=3)
+    trace = tracefile.open(path)
+    trace["s0"][:, 0].numpy()
+    owner: Any = {"segments": segment_pool, "cache": chunk_cache, "decode threads": read_module._pool}[lock]
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with owner._lock:
+            held.set()
+            release.wait()
+
+    def work() -> bool:
+        right = np.array_equal(trace["s0"][:, 1].numpy(), values["s0"][:, 1])
+        right &= np.array_equal(trace["s1"].numpy(), values["s1"])
+        trace.close()
+        return right
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    try:
+        assert in_fork(work, timeout=20)
+    finally:
+        release.set()
+        holder.join()
+    np.testing.assert_array_equal(trace["s1"].numpy(), values["s1"])
 
 
 def test_forks_while_other_threads_read(path: str) -> None:
