@@ -122,7 +122,7 @@ class Damaged:
             document = json.load(file)
         change(document)
         with open(self.document(number), "w") as file:
-            json.dump(metadata._sealed(document), file)
+            json.dump(metadata.sealed(document), file)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def _check_flipped_document(
         }
         damaged.check({sample: trace[sample].numpy() for sample in trace})
         trace.close()
-    assert flips > refused > flips // 2
+    assert flips >= refused > flips // 2
 
 
 @EXTENT
@@ -773,6 +773,7 @@ def test_documents_of_nonsense(damaged: Damaged, text: bytes) -> None:
 def test_a_later_format_version(damaged: Damaged) -> None:
     def later(document: dict[str, Any]) -> None:
         document["attributes"]["tracefile"].update(format=2, novelty=[1, 2, 3])
+        metadata.sealed(document)
 
     damaged.rewrite_document(later, 1)
     with pytest.raises(tracefile.FormatVersionError, match=r"has format version 2; .* upgrade tracefile") as caught:

@@ -29,8 +29,6 @@ from tracefile.format import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_CHECKED_ARRAY_FIELDS = ("shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs")
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -82,15 +80,16 @@ class SegmentHeader:
         return self.geometry.layer_chunks(self.config.num_layers), self.geometry.row_chunks(self.rows)
 
 
-def _checksum(document: Mapping[str, Any]) -> int:
-    attributes = {k: v for k, v in document["attributes"]["tracefile"].items() if k != "crc32c"}
-    checked = {k: document.get(k) for k in _CHECKED_ARRAY_FIELDS}
-    text = json.dumps([checked, attributes], sort_keys=True, separators=(",", ":"))
-    return int(crc32c(text.encode("ascii")))
+def checksum(document: Mapping[str, Any]) -> int:
+    """Of the whole document but for other people's attributes. Every format version keeps this rule."""
+    ours = {k: v for k, v in document["attributes"]["tracefile"].items() if k != "crc32c"}
+    checked = {k: v for k, v in document.items() if k != "attributes"}
+    return int(crc32c(json.dumps([checked, ours], sort_keys=True, separators=(",", ":")).encode("ascii")))
 
 
-def _sealed(document: dict[str, Any]) -> dict[str, Any]:
-    document["attributes"]["tracefile"]["crc32c"] = _checksum(document)
+def sealed(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with its checksum."""
+    document["attributes"]["tracefile"]["crc32c"] = checksum(document)
     return document
 
 
@@ -126,16 +125,16 @@ def _attributes(document: Mapping[str, Any], where: str, segment: str | None = N
         raise MetadataDamagedError(
             f"{where} has no tracefile attributes: not written by tracefile", path=where, segment=segment
         )
-    version = ours.get("format")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise FormatVersionError(
-            f"{where} has format version {version}; this release reads up to {FORMAT_VERSION}: upgrade tracefile",
-            path=where,
-            segment=segment,
-        )
-    if ours.get("crc32c") != _checksum(document) or version != FORMAT_VERSION:
+    if ours.get("crc32c") != checksum(document):
         raise MetadataDamagedError(
             f"{where} fails its checksum: it was damaged or edited; restore the file", path=where, segment=segment
+        )
+    version = ours.get("format")
+    if version != FORMAT_VERSION:
+        raise FormatVersionError(
+            f"{where} has format version {version}; this release reads {FORMAT_VERSION}: upgrade tracefile",
+            path=where,
+            segment=segment,
         )
     return ours
 
@@ -164,7 +163,7 @@ def group_document(header: TraceHeader | None = None) -> dict[str, Any]:
         ],
         "tracefile": {"format": FORMAT_VERSION, "uuid": header.uuid, **header.config.as_json()},
     }
-    return _sealed(document)
+    return sealed(document)
 
 
 def parse_trace_header(raw: bytes, where: str) -> TraceHeader:
@@ -242,7 +241,7 @@ def segment_document(header: SegmentHeader) -> dict[str, Any]:
         if entry.missing:
             item.append([list(r) for r in entry.missing])
         samples.append(item)
-    return _sealed(
+    return sealed(
         {
             "zarr_format": 3,
             "node_type": "array",
@@ -289,7 +288,13 @@ def parse_segment_header(raw: bytes, trace: TraceHeader, segment: str, where: st
         geometry = ChunkGeometry(chunk_shape[0], chunk_shape[1])
         codec = ours["codec"]
         expected = _array_fields(config, rows, geometry, codec)
-        sound = is_count(rows) and ours["num_experts"] == config.num_experts and is_count(ours["shard_bytes"])
+        writer = ours.get("writer", {})
+        sound = (
+            isinstance(writer, dict)
+            and is_count(rows)
+            and ours["num_experts"] == config.num_experts
+            and is_count(ours["shard_bytes"])
+        )
         differing = [k for k, v in expected.items() if document.get(k) != v]
     except (KeyError, TypeError, IndexError, ValueError, OptionError) as error:
         raise damaged(f"not a segment's array ({error!r})") from None
@@ -308,7 +313,7 @@ def parse_segment_header(raw: bytes, trace: TraceHeader, segment: str, where: st
         codec,
         ours["shard_bytes"],
         samples,
-        ours.get("writer") or {},
+        writer,
     )
 
 

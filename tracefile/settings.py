@@ -62,7 +62,7 @@ def _from_environment() -> Settings:
     return Settings(**chosen)
 
 
-_current = _from_environment()
+_current: Settings | None = None
 _listeners: list[Callable[[], None]] = []
 
 
@@ -73,6 +73,9 @@ def on_change(listener: Callable[[], None]) -> None:
 
 def settings() -> Settings:
     """The settings in force."""
+    global _current
+    if _current is None:
+        _current = _from_environment()  # not at import, which a mistyped variable must not break
     return _current
 
 
@@ -97,11 +100,11 @@ def configure(**changes: int | None) -> Settings:
     >>> _ = configure(cache_bytes=before.cache_bytes)
     """
     global _current
-    before = _current
+    before = settings()
     unknown = set(changes) - {item.name for item in fields(Settings)}
     if unknown:
         raise OptionError(f"unknown setting {', '.join(sorted(unknown))}; there are {', '.join(Settings.__slots__)}")
-    _current = replace(_current, **changes)  # type: ignore[arg-type]
+    _current = replace(before, **changes)  # type: ignore[arg-type]
     for listener in _listeners:
         listener()
     return before
