@@ -622,3 +622,21 @@ def test_a_trace_that_was_deleted_under_its_writer(writer: tracefile.TraceWriter
     assert caught.value.errno == errno.ENOENT
     assert not os.path.exists(writer.path)
     assert list(unfinished(writer.path)) == []
+
+
+def test_chunks_too_large_to_decode_are_refused(path: str) -> None:
+    with pytest.raises(tracefile.OptionError, match="the most is"):
+        tracefile.TraceWriter(path, num_layers=8, top_k=8, num_experts=64, rows_per_chunk=2**23)
+    assert not os.path.exists(path)
+
+
+def test_a_trace_behind_a_link_is_staged_beside_the_trace(path: str, rng: np.random.Generator) -> None:
+    """Renaming must not cross file systems, which the link may."""
+    real = f"{path}-real"
+    os.mkdir(real)
+    os.symlink(real, path)
+    with tracefile.TraceWriter(path, num_layers=3, top_k=2, num_experts=16) as writer:
+        assert staging_path(path) == staging_path(real)
+        experts = writer.append("a", random_routing(rng, 5, 3, 2, 16))
+    assert list(tracefile.open(real)) == ["a"]
+    assert experts[:1].numpy().shape == (1, 3, 2)

@@ -50,6 +50,8 @@ DEFAULT_CODEC: CodecName = "fast"
 #: Chosen by ``tools/bench/read.py --sweep``.
 TARGET_CHUNK_BYTES = 48 * 1024
 TARGET_CHUNK_LAYERS = 12
+#: Chunks are decoded whole, and Blosc takes less than 2 GiB.
+MAX_CHUNK_BYTES = 256 * 1024 * 1024
 
 HEADER_BYTES = 64
 _HEADER_MAGIC = b"tracefile-shard\0"
@@ -225,7 +227,8 @@ def is_segment_id(name: object) -> bool:
 
 def staging_path(trace_path: str) -> str:
     """The directory beside a trace in which writers build what they will publish."""
-    parent, name = os.path.split(os.path.abspath(trace_path))
+    # Beside the trace itself, not beside a link to it: renaming must not cross file systems.
+    parent, name = os.path.split(os.path.realpath(trace_path))
     return os.path.join(parent, f".{name}.staging")
 
 

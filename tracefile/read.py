@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -87,7 +88,7 @@ class _Plan:
     def add(self, run: StoredRun, position: int) -> None:
         """Want a run, of which the first row goes to ``position``."""
         if run.stop > self.segment.header.rows:
-            raise self.segment.decoder.missing((run.stop - 1) // self.per_chunk)
+            raise self.segment.decoder.missing(0, (run.stop - 1) // self.per_chunk)
         width = self.per_chunk * self.top_k
         first, last = run.start * self.top_k, run.stop * self.top_k
         moved = (position - run.start) * self.top_k
@@ -131,7 +132,7 @@ def _decode(plan: _Plan, numbers: Sequence[int], out: Array) -> None:
     segment = plan.segment
     source, decode = segment.source, segment.decoder.decode
     if source is None:
-        raise segment.decoder.missing(numbers[0])
+        raise segment.decoder.missing(*segment.decoder.position(numbers[0]))
     header = segment.header
     shape = (header.geometry.layers_per_chunk, header.geometry.rows_per_chunk * header.config.top_k)
     dtype = header.config.dtype
@@ -150,7 +151,10 @@ def _decode(plan: _Plan, numbers: Sequence[int], out: Array) -> None:
 
 
 class _DecodePool:
-    """Threads for large reads, started with the first one, made anew after a fork."""
+    """Threads that help with large reads: started with the first one, made anew after a fork.
+
+    Bare queues, because a read takes a millisecond and handing a part to an executor a tenth of that.
+    """
 
     def __init__(self) -> None:
         self._reset()
@@ -158,18 +162,59 @@ class _DecodePool:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
-        self._size = 0
+        self._tasks: SimpleQueue[tuple[Callable[[], None], SimpleQueue[BaseException | None]]] = SimpleQueue()
+        self._threads = 0
 
-    def executor(self, size: int) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._executor is None or self._size < size:
-                self._executor = ThreadPoolExecutor(size, thread_name_prefix="tracefile-decode")
-                self._size = size
-            return self._executor
+    def start(self, task: Callable[[], None], done: SimpleQueue[BaseException | None], threads: int) -> None:
+        """Have one of at least ``threads`` threads run ``task``, and put its error or ``None`` into ``done``."""
+        if self._threads < threads:
+            with self._lock:
+                while self._threads < threads:
+                    self._threads += 1
+                    name = f"tracefile-decode-{self._threads}"
+                    threading.Thread(target=self._work, args=(self._tasks,), name=name, daemon=True).start()
+        self._tasks.put((task, done))
+
+    @staticmethod
+    def _work(tasks: SimpleQueue[tuple[Callable[[], None], SimpleQueue[BaseException | None]]]) -> None:
+        while True:
+            task, done = tasks.get()
+            error: BaseException | None = None
+            try:
+                task()
+            except BaseException as caught:
+                error = caught
+            done.put(error)
+            del task, done, error  # an idle thread holds on to no arrays
 
 
 _pool = _DecodePool()
+
+
+def _decode_together(plan: _Plan, numbers: Sequence[int], out: Array, threads: int) -> None:
+    """As :func:`_decode`, with the help of other threads."""
+    size = max(2, len(numbers) // (4 * threads))  # small batches, so that nobody is waited for long
+    batches = deque(numbers[i : i + size] for i in range(0, len(numbers), size))
+
+    def work() -> None:
+        while batches:
+            try:
+                batch = batches.popleft()
+            except IndexError:
+                return  # another thread took the last one
+            _decode(plan, batch, out)
+
+    done: SimpleQueue[BaseException | None] = SimpleQueue()
+    for _ in range(threads - 1):
+        _pool.start(work, done, threads - 1)
+    try:
+        work()
+    finally:
+        batches.clear()
+        errors = [done.get() for _ in range(threads - 1)]  # waits: they write into ``out``
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _execute(plan: _Plan, out: Array, stats: ReadStats) -> None:
@@ -193,22 +238,12 @@ def _execute(plan: _Plan, out: Array, stats: ReadStats) -> None:
     wanted.sort(key=offsets.__getitem__)  # in the order of the file, so that a source can merge its reads
     absent = [number for number in wanted if not lengths[number]]
     if absent:
-        raise segment.decoder.missing(absent[0])
+        raise segment.decoder.missing(*segment.decoder.position(absent[0]))
     for observe in chunk_observers:
         observe(plan.ref.id, [segment.decoder.position(number) for number in wanted])
     threads = min(settings().decode_threads, len(wanted) // _CHUNKS_PER_THREAD)
     if threads > 1:
-        share = -(-len(wanted) // threads)
-        parts = [wanted[i : i + share] for i in range(0, len(wanted), share)]
-        executor = _pool.executor(settings().decode_threads - 1)
-        futures = [executor.submit(_decode, plan, part, out) for part in parts[1:]]
-        try:
-            _decode(plan, parts[0], out)
-        finally:
-            errors = [future.exception() for future in futures]  # waits: they write into ``out``
-        for error in errors:
-            if error is not None:
-                raise error
+        _decode_together(plan, wanted, out, threads)
     else:
         _decode(plan, wanted, out)
     stats.chunks_decoded += len(wanted)

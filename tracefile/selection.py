@@ -81,11 +81,14 @@ class Selection:
         return self.form == "layers" and dim == len(self.lead)
 
     def _with_rows(self, rows: Rows, lead: tuple[int, ...]) -> Selection:
-        return replace(self, rows=rows, lead=lead)
+        return Selection(self.config, rows, self.layers, lead, self.form)
+
+    def _with_lead(self, lead: tuple[int, ...]) -> Selection:
+        return Selection(self.config, self.rows, self.layers, lead, self.form)
 
     def _with_layers(self, positions: Sequence[int], form: Form) -> Selection:
         layers = tuple(self.layers[i] for i in positions)
-        return replace(self, rows=self.rows.with_layers(positions), layers=layers, form=form)
+        return Selection(self.config, self.rows.with_layers(positions), layers, self.lead, form)
 
     def slice(self, dim: int, start: int, stop: int, step: int) -> Selection | None:
         """``[start:stop:step]`` along ``dim``, ``0 <= start <= stop <= size``."""
@@ -106,7 +109,7 @@ class Selection:
         """Position ``index >= 0`` of ``dim``, which vanishes."""
         if dim < len(self.lead):
             sliced = self.slice(dim, index, index + 1, 1)
-            return sliced and replace(sliced, lead=self.lead[:dim] + self.lead[dim + 1 :])
+            return sliced and sliced._with_lead(self.lead[:dim] + self.lead[dim + 1 :])
         return self._with_layers([index], "layer") if self._is_layer_dim(dim) else None
 
     def take(self, dim: int, indices: Array) -> Selection | None:
@@ -157,7 +160,7 @@ class Selection:
     def unsqueeze(self, dim: int) -> Selection | None:
         if dim > len(self.lead):
             return None
-        return replace(self, lead=(*self.lead[:dim], 1, *self.lead[dim:]))
+        return self._with_lead((*self.lead[:dim], 1, *self.lead[dim:]))
 
     def squeeze(self, dims: Sequence[int]) -> Selection | None:
         """Drop those of ``dims`` that have length 1."""
@@ -166,7 +169,7 @@ class Selection:
             if result.shape[dim] != 1:
                 continue
             if dim < len(result.lead):
-                result = replace(result, lead=result.lead[:dim] + result.lead[dim + 1 :])
+                result = result._with_lead(result.lead[:dim] + result.lead[dim + 1 :])
             elif result._is_layer_dim(dim):
                 result = replace(result, form="layer")
             else:
@@ -187,24 +190,25 @@ class Selection:
 
     def pad(self, pads: Sequence[tuple[int, int]], value: int) -> Selection | None:
         """Pad with ``value`` (or crop, where negative) by ``(before, after)`` per dimension, first to last."""
-        result: Selection | None = self
+        result = self
         for dim, (before, after) in enumerate(pads):
-            if result is None:
-                return None
             if (before, after) == (0, 0):
                 continue
             if dim >= len(self.lead):
                 return None
             size = result.lead[dim]
-            result = result.slice(dim, min(max(-before, 0), size), max(size + min(after, 0), 0), 1)
-            if result is None:
+            cut = result.slice(dim, min(max(-before, 0), size), max(size + min(after, 0), 0), 1)
+            if cut is None:
                 return None
-            parts: list[Selection] = [result]
-            for count, place in ((before, 0), (after, len(parts))):
-                if count > 0:
-                    lead = (*result.lead[:dim], count, *result.lead[dim + 1 :])
-                    parts.insert(place if place == 0 else len(parts), result.constant(value, lead))
-            result = Selection.concat(parts, dim)
+            parts = [cut]
+            if before > 0:
+                parts.insert(0, cut.constant(value, (*cut.lead[:dim], before, *cut.lead[dim + 1 :])))
+            if after > 0:
+                parts.append(cut.constant(value, (*cut.lead[:dim], after, *cut.lead[dim + 1 :])))
+            joined = Selection.concat(parts, dim)
+            if joined is None:
+                return None
+            result = joined
         return result
 
     def each(self, dim: int, make: Callable[[int], Selection | None]) -> list[Selection] | None:

@@ -186,8 +186,7 @@ class ChunkDecoder:
             chunk=(layer, row),
         )
 
-    def missing(self, number: int) -> ChunkMissingError:
-        layer, row = self.position(number)
+    def missing(self, layer: int, row: int) -> ChunkMissingError:
         return ChunkMissingError(
             f"{self.path}: chunk (layers {layer}, rows {row}) of segment {self.segment} was never written; restore"
             " the file from a copy",

@@ -172,13 +172,13 @@ def _publish_root(path: str, header: TraceHeader, durable: bool) -> TraceHeader:
             fsync_directory(os.path.join(build, SEGMENTS_NAME))
             fsync_directory(build)
         try:
-            os.rename(build, path)
+            os.rename(build, os.path.realpath(path))
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             header = read_trace_header(path)  # another writer was first
         if durable:
-            fsync_directory(os.path.dirname(path))
+            fsync_directory(os.path.dirname(os.path.realpath(path)))
     except OSError as error:
         if isinstance(error, TraceNotFoundError | PublishError):
             raise

@@ -289,7 +289,7 @@ class _SegmentCheck:
         present = [number for number, length in enumerate(index.lengths) if length]
         for number, length in enumerate(index.lengths):
             if not length:
-                yield self._chunk("chunk-missing", self.decoder.missing(number).message, number)
+                yield self._chunk("chunk-missing", self.decoder.missing(*self.decoder.position(number)).message, number)
         present.sort(key=index.offsets.__getitem__)
         places = [(index.offsets[number], index.lengths[number]) for number in present]
         for first, last, start, stop in merge_ranges(places):

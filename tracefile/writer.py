@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from tracefile import metadata
 from tracefile._version import __version__
 from tracefile.encode import SampleEncoder, as_rows
-from tracefile.errors import ClosedError, DuplicateSampleError, PublishError, SampleIdError
+from tracefile.errors import ClosedError, DuplicateSampleError, OptionError, PublishError, SampleIdError
 from tracefile.format import (
     DEFAULT_CODEC,
     HEADER_BYTES,
+    MAX_CHUNK_BYTES,
     METADATA_NAME,
     SHARD_NAME,
     ChunkGeometry,
@@ -120,6 +121,11 @@ class TraceWriter:
             default.rows_per_chunk if rows_per_chunk is None else rows_per_chunk,
         )
         self.geometry = ChunkGeometry(min(chosen.layers_per_chunk, self.config.num_layers), chosen.rows_per_chunk)
+        if self.geometry.chunk_bytes(self.config) > MAX_CHUNK_BYTES:
+            raise OptionError(
+                f"chunks of {self.geometry.layers_per_chunk} layers x {self.geometry.rows_per_chunk} rows hold"
+                f" {self.geometry.chunk_bytes(self.config):,} bytes; the most is {MAX_CHUNK_BYTES:,}"
+            )
         kind = check_source_kind(source)
         header = create_trace(self.path, self.config, durable=durable)
         self._ref = TraceRef(self.path, header.uuid, kind)

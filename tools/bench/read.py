@@ -9,6 +9,7 @@ Patterns, on samples of about 32k tokens:
 (b) one pipeline stage's 12 layers of a sample
 (c) a shard layer by layer
 (d) whole samples
+(e) in the sweep: as (a), of eight samples of about 4k tokens
 
 The limit is a bare loop over just the chunks that are needed: check the crc32c, let numcodecs decode into
 memory that is there already. Every result is compared with the ids that were written.
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 TOKENS = 32_749  # rows of a sample: no multiple of anything
+SHORT_TOKENS = 4_093
 CP, TP = 2, 4
 CP_RANK, TP_RANK = 0, 1
 console = Console(width=110)
@@ -56,19 +58,19 @@ class Piece:
     stop: int
 
 
-def rank_pieces(samples: int) -> list[Piece]:
+def rank_pieces(tokens: Sequence[int]) -> list[Piece]:
     """The shard of one rank: zigzag context parallelism per sample, then its piece of the local buffer."""
-    half = -(-TOKENS // (2 * CP))
-    padded = 2 * CP * half
     local: list[tuple[int, int]] = []
-    for sample in range(samples):
+    for sample, count in enumerate(tokens):
+        half = -(-count // (2 * CP))
+        padded = 2 * CP * half
         for start in (half * CP_RANK, padded - half * (CP_RANK + 1)):
             local += [(sample, row) for row in range(start, start + half)]
     size = -(-len(local) // TP)
     rows = local[size * TP_RANK : size * (TP_RANK + 1)]
     pieces: list[Piece] = []
     for sample, row in rows:
-        name = sample if row < TOKENS else None
+        name = sample if row < tokens[sample] else None
         last = pieces[-1] if pieces else None
         if last is not None and last.sample == name and last.stop == row:
             pieces[-1] = Piece(name, last.start, row + 1)
@@ -79,11 +81,11 @@ def rank_pieces(samples: int) -> list[Piece]:
 
 def pad_cat_slice(samples: Sequence[torch.Tensor]) -> torch.Tensor:
     """What a framework does to get the same shard, on lazy or on ordinary tensors."""
-    half = -(-TOKENS // (2 * CP))
-    padded = 2 * CP * half
     local = []
     for sample in samples:
-        whole = torch.nn.functional.pad(sample, (0, 0, 0, 0, 0, padded - TOKENS))
+        half = -(-len(sample) // (2 * CP))
+        padded = 2 * CP * half
+        whole = torch.nn.functional.pad(sample, (0, 0, 0, 0, 0, padded - len(sample)))
         local += [
             whole[half * CP_RANK : half * (CP_RANK + 1)],
             whole[padded - half * (CP_RANK + 1) : padded - half * CP_RANK],
@@ -202,7 +204,7 @@ Contenders = dict[str, "Callable[[], Any]"]
 
 def shard_contenders(files: Files, samples: int, against: bool) -> Contenders:
     """Pattern (a)."""
-    pieces = rank_pieces(samples)
+    pieces = rank_pieces([len(array) for array in files.arrays[:samples]])
     eager = [torch.from_numpy(array) for array in files.arrays[:samples]]
     expected = pad_cat_slice(eager).numpy()
     lazy = pad_cat_slice(files.lazies[:samples])
@@ -230,7 +232,13 @@ def shard_contenders(files: Files, samples: int, against: bool) -> Contenders:
             parts = [part.transpose(1, 0, 2) for part in run()]
             padding = [np.zeros((p.stop - p.start, *expected.shape[1:]), np.uint8) for p in pieces if p.sample is None]
             check(np.concatenate([*parts, *padding]) if len(padding) < 2 else expected, expected, name)
-        contenders["tracefile, lazy operations and int32"] = lambda: pad_cat_slice(files.lazies[:samples]).materialize()
+        narrow = torch.uint8 if files.shape.num_experts <= 256 else torch.uint16
+
+        def from_samples(dtype: torch.dtype) -> torch.Tensor:
+            return pad_cat_slice(files.lazies[:samples]).materialize(dtype=dtype)  # type: ignore[attr-defined]
+
+        contenders["tracefile, from the samples"] = lambda: from_samples(narrow)
+        contenders["tracefile, from the samples, as int32"] = lambda: from_samples(torch.int32)
         contenders["pad, cat, slice int32 in RAM"] = lambda: pad_cat_slice(eager)
     return contenders
 
@@ -257,7 +265,9 @@ def by_layer_contenders(files: Files) -> Contenders:
     lazy = pad_cat_slice(files.lazies[:1])
     expected = pad_cat_slice([torch.from_numpy(files.arrays[0])])
     layers = range(files.shape.num_layers)
-    pieces = [(p.sample, range(p.start, p.stop), layers) for p in rank_pieces(1) if p.sample is not None]
+    pieces = [
+        (p.sample, range(p.start, p.stop), layers) for p in rank_pieces([len(files.arrays[0])]) if p.sample is not None
+    ]
     before = tracefile.process_stats().chunks_decoded
     tracefile.clear_cache()
     for layer in layers:
@@ -297,7 +307,7 @@ def patterns(directory: str, shape: ModelShape, rounds: int) -> None:
     int32 = sum(array.nbytes for array in arrays)
     console.print(
         f"\n[bold]{shape}[/], {TOKENS} tokens a sample; chunks of {geometry.layers_per_chunk} layers x"
-        f" {geometry.rows_per_chunk} rows; {int32 / 2**20:.0f} MiB as int32, {files.stored_bytes / 2**20:.0f} MiB stored"
+        f" {geometry.rows_per_chunk} rows; {int32 / 2**20:.0f} MiB as int32, {files.stored_bytes / 2**20:.0f} stored"
     )
     for title, contenders in (
         ("(a) rank shard, cp 2 x tp 4, one sample", shard_contenders(files, 1, True)),
@@ -332,18 +342,21 @@ def sweep(directory: str, shape: ModelShape, rounds: int) -> None:
                 candidates["compact", layers, int(rows)] = candidates["none", layers, int(rows)] = None
     results = []
     for codec, layers, rows in candidates:
-        files = Files(directory, shape, arrays, codec=codec, layers_per_chunk=layers, rows_per_chunk=rows)
+        options = {"codec": codec, "layers_per_chunk": layers, "rows_per_chunk": rows}
+        files = Files(directory, shape, arrays, **options)
+        short = Files(directory, shape, [arrays[0][i * SHORT_TOKENS :][:SHORT_TOKENS] for i in range(8)], **options)
         values = [
             units(shard_contenders(files, 1, False)),
             units(stage_contenders(files, False)),
             units(by_layer_contenders(files)),
             units(whole_contenders(files, False)),
+            units(shard_contenders(short, 8, False)),
         ]
         mean = float(np.exp(np.mean(np.log(values))))
         kib = layers * rows * shape.top_k / 1024
         results.append((mean, codec, f"{layers} x {rows}", kib, values, arrays[0].nbytes / files.stored_bytes))
     table = Table(title=f"{shape}: times a shard's bare decoding", title_justify="left", title_style="bold")
-    for column in ("codec", "layers x rows", "KiB", "(a)", "(b)", "(c)", "(d)", "mean", "int32 / stored"):
+    for column in ("codec", "layers x rows", "KiB", "(a)", "(b)", "(c)", "(d)", "(e)", "mean", "int32 / stored"):
         table.add_column(column, justify="right" if column != "codec" else "left")
     for mean, codec, name, kib, values, ratio in sorted(results):
         table.add_row(codec, name, f"{kib:.0f}", *(f"{v:.2f}" for v in values), f"{mean:.2f}", f"{ratio:.2f}")
