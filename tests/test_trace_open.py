@@ -10,15 +10,16 @@ import shutil
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from support import ids_of, run_python
+from support import ids_of, random_routing, run_python
 
 import tracefile
 from tracefile import metadata, store
-from tracefile.format import ChunkGeometry, new_segment_id, shard_header
+from tracefile.format import CODECS, BloscSettings, ChunkGeometry, new_segment_id, shard_header
 from tracefile.metadata import SampleEntry, SegmentHeader, Span
 
 if TYPE_CHECKING:
@@ -506,3 +507,12 @@ def test_a_referenced_segment_that_is_gone(written: str) -> None:
     with pytest.raises(tracefile.SegmentMissingError) as caught:
         trace["prefix"].numpy()
     assert caught.value.segment == b
+
+
+def test_a_preset_may_be_tuned_in_a_later_release(path: str, rng: np.random.Generator) -> None:
+    """The Blosc settings of a preset are not part of the format: chunks say themselves how they decode."""
+    ids = random_routing(rng, 3000, 6, 2, 16)
+    other = mock.patch.dict(CODECS, {"fast": BloscSettings("zstd", 3, "noshuffle")})
+    with other, tracefile.TraceWriter(path, num_layers=6, top_k=2, num_experts=16) as writer:
+        writer.append("a", ids)
+    np.testing.assert_array_equal(tracefile.open(path)["a"].numpy(), ids)

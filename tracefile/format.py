@@ -195,7 +195,8 @@ class BloscSettings:
 
 #: The presets. ``None``: no compression.
 CODECS: dict[CodecName, BloscSettings | None] = {
-    "fast": BloscSettings("lz4", 5, "bitshuffle"),
+    # Level 1: on real routing as small as level 5 within 2 %, and a quarter faster to decode.
+    "fast": BloscSettings("lz4", 1, "bitshuffle"),
     "compact": BloscSettings("zstd", 5, "noshuffle"),
     "none": None,
 }

@@ -288,6 +288,7 @@ def parse_segment_header(raw: bytes, trace: TraceHeader, segment: str, where: st
         geometry = ChunkGeometry(chunk_shape[0], chunk_shape[1])
         codec = ours["codec"]
         expected = _array_fields(config, rows, geometry, codec)
+        _take_blosc_tuning(expected, document)
         writer = ours.get("writer", {})
         sound = (
             isinstance(writer, dict)
@@ -315,6 +316,15 @@ def parse_segment_header(raw: bytes, trace: TraceHeader, segment: str, where: st
         samples,
         writer,
     )
+
+
+def _take_blosc_tuning(expected: dict[str, Any], document: Mapping[str, Any]) -> None:
+    """Let a document's Blosc settings be what they are: chunks say how they decode, and presets may be tuned."""
+    inner = expected["codecs"][0]["configuration"]["codecs"]
+    theirs = document["codecs"][0]["configuration"]["codecs"]
+    if inner[1]["name"] == theirs[1]["name"] == "blosc":
+        tuning = theirs[1]["configuration"]
+        inner[1]["configuration"].update({key: tuning[key] for key in ("cname", "clevel", "shuffle", "blocksize")})
 
 
 def _parse_samples(ours: Mapping[str, Any], segment: str, rows: int, where: str) -> dict[str, SampleEntry]:
