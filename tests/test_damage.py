@@ -682,7 +682,7 @@ _LYING_DOCUMENTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "index at the start": lambda d: d["codecs"][0]["configuration"].update(index_location="start"),
     "index without a checksum": lambda d: d["codecs"][0]["configuration"]["index_codecs"].pop(),
     "chunks without a checksum": lambda d: d["codecs"][0]["configuration"]["codecs"].pop(),
-    "another compressor": lambda d: d["codecs"][0]["configuration"]["codecs"][1]["configuration"].update(cname="zlib"),
+    "another compressor": lambda d: d["codecs"][0]["configuration"]["codecs"][1].update(name="gzip"),
     "no rows a chunk": lambda d: d["codecs"][0]["configuration"]["chunk_shape"].__setitem__(1, 0),
     "fractional rows a chunk": lambda d: d["codecs"][0]["configuration"]["chunk_shape"].__setitem__(1, 16.0),
     "other top_k a chunk": lambda d: d["codecs"][0]["configuration"]["chunk_shape"].__setitem__(2, 1),

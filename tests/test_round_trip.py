@@ -429,3 +429,13 @@ def test_real_routing(path: str, name: str, codec: str) -> None:
     if codec != "none":
         (header,) = trace.segments.values()
         assert header.shard_bytes < ids.nbytes
+
+
+@pytest.mark.parametrize("codec", ["fast", "compact"])
+def test_codecs_compress(path: str, rng: np.random.Generator, codec: str) -> None:
+    """Ids of 64 experts need six bits of the eight."""
+    ids = random_routing(rng, 4096, 12, 4, 64)
+    with tracefile.TraceWriter(path, num_layers=12, top_k=4, num_experts=64, codec=codec) as writer:
+        writer.append("a", ids)
+    (segment,) = tracefile.open(path).segments.values()
+    assert segment.shard_bytes < 0.78 * ids.size
