@@ -243,6 +243,24 @@ class LazyRoutedExperts(torch.Tensor):
             values = self._move(values, device)
         return values if dtype is _TORCH_DTYPES[narrow.name] else values.to(dtype)
 
+    def materialize_for_routing_replay(self, stage: str) -> torch.Tensor:
+        """slime's hook: its ``RoutingReplay`` keeps an object that has this, and calls it when a router pops it.
+
+        Parameters
+        ----------
+        stage : {"forward", "backward"}
+            Which pass pops it; the values are the same.
+
+        Returns
+        -------
+        torch.Tensor
+            int32 ``[local_rows, top_k]`` on the current device, as slime's routers take it.
+        """
+        if stage not in ("forward", "backward"):
+            raise OptionError(f"stage must be forward or backward, not {stage!r}")
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        return self.materialize(device=device, dtype=torch.int32)
+
     def _materialize_into(self, out: torch.Tensor) -> torch.Tensor:
         selection = self.selection
         if out.shape != selection.shape:
