@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tracefile
+from tracefile.read import chunk_observers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,3 +34,16 @@ def default_settings() -> Iterator[None]:
     yield
     tracefile.configure(**{name: getattr(before, name) for name in before.__slots__})
     tracefile.clear_cache()
+
+
+@pytest.fixture
+def decoded() -> Iterator[list[tuple[str, int, int]]]:
+    """The chunks decoded during a test: segment id, position along layers, position along rows."""
+    chunks: list[tuple[str, int, int]] = []
+
+    def observe(segment: str, positions: list[tuple[int, int]]) -> None:
+        chunks.extend((segment, layer, row) for layer, row in positions)
+
+    chunk_observers.append(observe)
+    yield chunks
+    chunk_observers.remove(observe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,29 +12,12 @@ from hypothesis import strategies as st
 from support import random_routing
 
 import tracefile
-from tracefile.read import chunk_observers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LAYERS, TOP_K, EXPERTS = 10, 2, 300
 LAYERS_PER_CHUNK, ROWS_PER_CHUNK = 4, 16
 ROWS = 100
 
 Chunk = tuple[str, int, int]
-
-
-@pytest.fixture
-def decoded() -> Iterator[list[Chunk]]:
-    """The chunks decoded during a test: segment id, position along layers, position along rows."""
-    chunks: list[Chunk] = []
-
-    def observe(segment: str, positions: list[tuple[int, int]]) -> None:
-        chunks.extend((segment, layer, row) for layer, row in positions)
-
-    chunk_observers.append(observe)
-    yield chunks
-    chunk_observers.remove(observe)
 
 
 @pytest.fixture(scope="module")

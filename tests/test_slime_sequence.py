@@ -10,10 +10,9 @@ import torch
 from support import random_routing
 
 import tracefile
-from tracefile.read import chunk_observers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import numpy as np
 
@@ -54,18 +53,6 @@ class Router:
         self.popped[stage] += 1
         hook: Callable[[str], torch.Tensor] = top_indices.materialize_for_routing_replay  # type: ignore[attr-defined]
         return hook(stage)
-
-
-@pytest.fixture
-def decoded() -> Iterator[list[tuple[str, int, int]]]:
-    chunks: list[tuple[str, int, int]] = []
-
-    def observe(segment: str, positions: list[tuple[int, int]]) -> None:
-        chunks.extend((segment, layer, row) for layer, row in positions)
-
-    chunk_observers.append(observe)
-    yield chunks
-    chunk_observers.remove(observe)
 
 
 @pytest.mark.parametrize(("cp_rank", "tp_rank"), [(0, 0), (0, 3), (1, 2)])
