@@ -8,44 +8,25 @@ at the first operation that needs them: exactly the rows and layers that are the
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 
 from tracefile.dispatch import dispatch
-from tracefile.encode import as_words
 from tracefile.errors import (
     LazyTensorError,
-    MaterializeLimitError,
-    MissingRowsError,
     OptionError,
-    RoutedExpertsShapeError,
 )
 from tracefile.format import ModelConfig
-from tracefile.read import read_rows
+from tracefile.materialize import holds, materialize, materialize_into
 from tracefile.runs import Rows, check_fill, decode_rows, encode_rows
 from tracefile.selection import Selection
-from tracefile.settings import settings
-from tracefile.stats import ReadStats
-from tracefile.store import segment_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
-
-_TORCH_DTYPES = {
-    "uint8": torch.uint8,
-    "uint16": torch.uint16,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "uint64": torch.uint64,
-}
-_WIDER = {dtype: np.dtype(name) for name, dtype in _TORCH_DTYPES.items()}
 
 
 class LazyRoutedExperts(torch.Tensor):
@@ -182,11 +163,7 @@ class LazyRoutedExperts(torch.Tensor):
 
     def holds(self, dtype: torch.dtype) -> bool:
         """Whether ``dtype`` is an integer dtype that holds every value this tensor can have."""
-        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-            return False
-        low, high = self.selection.bounds(self.fill)
-        info = torch.iinfo(dtype)
-        return info.min <= low and high <= info.max
+        return holds(self.selection, self.fill, dtype)
 
     def materialize(
         self,
@@ -225,23 +202,16 @@ class LazyRoutedExperts(torch.Tensor):
         DamagedTraceError
             A segment is missing or damaged.
         """
-        # Decoding leaves the processor's caches cold, and each call into torch then costs tens of microseconds:
-        # hence few of them here, and numpy for what does not need torch.
-        selection = self.selection
         if out is not None:
-            return self._materialize_into(out)
-        dtype = self._dtype if dtype is None else dtype
-        device = self._device if device is None else torch.device(device)
-        self._check_readable(dtype)
-        if (self.pinned if pin_memory is None else pin_memory) and torch.cuda.is_available():
-            return self._materialize_pinned(device, dtype)
-        narrow = selection.read_dtype(self.fill)
-        if device.type == "cpu" and dtype is not _TORCH_DTYPES[narrow.name] and dtype in _WIDER and self.holds(dtype):
-            narrow = _WIDER[dtype]  # nothing has to travel: ids are widened as they are placed
-        values = torch.from_numpy(self._shaped(self._read(np.empty(selection.array_shape, narrow)), contiguous))
-        if device.type != "cpu":
-            values = self._move(values, device)
-        return values if dtype is _TORCH_DTYPES[narrow.name] else values.to(dtype)
+            return materialize_into(self.selection, self.fill, out)
+        return materialize(
+            self.selection,
+            self.fill,
+            self._device if device is None else torch.device(device),
+            self._dtype if dtype is None else dtype,
+            pinned=self.pinned if pin_memory is None else pin_memory,
+            contiguous=contiguous,
+        )
 
     def materialize_for_routing_replay(self, stage: str) -> torch.Tensor:
         """slime's hook: its ``RoutingReplay`` keeps an object that has this, and calls it when a router pops it.
@@ -260,80 +230,6 @@ class LazyRoutedExperts(torch.Tensor):
             raise OptionError(f"stage must be forward or backward, not {stage!r}")
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         return self.materialize(device=device, dtype=torch.int32)
-
-    def _materialize_into(self, out: torch.Tensor) -> torch.Tensor:
-        selection = self.selection
-        if out.shape != selection.shape:
-            raise RoutedExpertsShapeError(f"out has shape {list(out.shape)}, not {list(selection.shape)}")
-        target = self._direct_target(out)
-        if target is not None:
-            self._check_readable(out.dtype)
-            self._read(target)
-            return out
-        narrow = selection.read_dtype(self.fill)
-        values = self.materialize(device="cpu", dtype=_TORCH_DTYPES[narrow.name])
-        return out.copy_(values if out.device.type == "cpu" else self._move(values, out.device))
-
-    def _materialize_pinned(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Through page-locked memory: the result lies in it, or travels to its device from it."""
-        if device.type == "cpu":
-            return self._materialize_into(torch.empty(self.selection.shape, dtype=dtype, pin_memory=True))
-        narrow = self.selection.read_dtype(self.fill)
-        host = torch.empty(self.selection.array_shape, dtype=_TORCH_DTYPES[narrow.name], pin_memory=True)
-        self._read(host.numpy())
-        # The caching host allocator keeps the block until the queued copy has run.
-        moved = self._move(host, device, non_blocking=True)
-        if self.selection.form == "flat":
-            return moved.transpose(0, 1).reshape(self.selection.shape).to(dtype)
-        return moved.view(len(host), *self.selection.lead, -1).movedim(0, -2).reshape(self.selection.shape).to(dtype)
-
-    def _check_readable(self, dtype: torch.dtype) -> None:
-        if not self.selection.rows.all_stored and self.fill == "error":
-            missing = self.selection.rows.missing_ranges()
-            if missing:
-                raise _missing_rows(missing)
-        limit = settings().materialize_limit
-        if limit is not None:
-            wanted = math.prod(self.selection.shape) * dtype.itemsize
-            if wanted > limit:
-                raise MaterializeLimitError(
-                    f"reading {self.selection.shape} as {dtype} needs {wanted:,} bytes, over the limit of {limit:,}:"
-                    " slice first, or raise tracefile.configure(materialize_limit=...)",
-                    wanted=wanted,
-                    limit=limit,
-                )
-
-    def _direct_target(self, out: torch.Tensor) -> Array | None:
-        """``out`` seen as ``[layers, rows, top_k]``, if values can be read straight into it."""
-        if type(out) is not torch.Tensor or out.device.type != "cpu" or not self.holds(out.dtype):
-            return None
-        array: Array = out.numpy()
-        if self.selection.form == "layers" and len(self.selection.lead) == 1:
-            array = array.transpose(1, 0, 2)
-        elif self.selection.form != "layer":
-            return None
-        return array.reshape(self.selection.array_shape) if array.flags.c_contiguous else None
-
-    def _read(self, host: Array) -> Array:
-        selection = self.selection
-        read_rows(selection.rows, selection.layers, selection.config, host, fill=self.fill)
-        return host
-
-    def _shaped(self, host: Array, contiguous: bool) -> Array:
-        """What was read as ``[layers, rows, top_k]``, in this tensor's shape."""
-        selection = self.selection
-        if selection.form == "layers" and not contiguous:
-            return np.moveaxis(host.reshape(len(host), *selection.lead, host.shape[2]), 0, -2)
-        if len(host) > 1:
-            host = np.ascontiguousarray(as_words(host).swapaxes(0, 1)).view(host.dtype)
-        return host.reshape(selection.shape)
-
-    def _move(self, values: torch.Tensor, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
-        """The one place where values go to another device."""
-        for trace in {segment.trace for segment in self.selection.rows.segments()}:
-            segment_pool.record(trace, ReadStats(bytes_moved=values.nbytes))
-            break
-        return values.to(device, non_blocking=non_blocking)
 
     def numpy(self, *, force: bool = False) -> Array:
         """The values as a numpy array, row by row."""
@@ -415,15 +311,6 @@ class LazyRoutedExperts(torch.Tensor):
         if self._device.type != "cpu":
             parts.append(f"for {self._device}")
         return f"<LazyRoutedExperts {', '.join(parts)}, nothing read>"
-
-
-def _missing_rows(ranges: list[tuple[int, int]]) -> MissingRowsError:
-    listed = ", ".join(f"[{start}, {stop})" for start, stop in ranges[:5]) + (", ..." if ranges[5:] else "")
-    return MissingRowsError(
-        f"rows {listed} of this tensor were never captured; leave them out with experts.valid, or choose a"
-        " rendering with experts.filled('spread' | 'arange' | 'zeros' | 'minus_one')",
-        rows=ranges,
-    )
 
 
 def _count(number: int, noun: str) -> str:
