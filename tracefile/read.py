@@ -139,13 +139,9 @@ def _decode(plan: _Plan, numbers: Sequence[int], out: Array) -> None:
     keep = chunk_cache.enabled
     offsets, lengths = segment.index.offsets, segment.index.lengths
     encoded = source.read_many([(offsets[number], lengths[number]) for number in numbers])
-    row_chunks, row_copies, layer_chunks = segment.row_chunks, plan.row_copies, plan.layer_chunks
     for number, view in zip(numbers, encoded, strict=True):
         block = np.frombuffer(decode(number, view), dtype).reshape(shape)
-        layer_chunk, row_chunk = divmod(number, row_chunks)
-        _, layers, to_layers, _, _ = layer_chunks[layer_chunk]
-        for start, stop, to_start, to_stop in row_copies[row_chunk]:
-            out[to_layers, to_start:to_stop] = block[layers, start:stop]
+        plan.place(number, block, out)
         if keep and (later := plan.later(number)):
             chunk_cache.put((segment.serial, number), block, later)
 
