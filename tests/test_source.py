@@ -66,17 +66,18 @@ def test_a_chosen_source_travels_with_the_handle(path: str, rng: np.random.Gener
         tracefile.open(path, source="http")
 
 
-def test_pread_merges_neighbouring_chunks(path: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_pread_merges_neighbouring_chunks(path: str, rng: np.random.Generator, threads: int) -> None:
     ids = random_routing(rng, 4096, 6, 2, 16)
     with tracefile.TraceWriter(
         path, num_layers=6, top_k=2, num_experts=16, rows_per_chunk=64, source="pread"
     ) as writer:
         experts = writer.append("a", ids)
     experts[:1].numpy()  # opened: header and index are read
-    tracefile.configure(decode_threads=1)
+    tracefile.configure(decode_threads=threads)
     with mock.patch.object(os, "pread", wraps=os.pread) as pread:
         np.testing.assert_array_equal(experts[64:].numpy(), ids[64:])
-    assert pread.call_count == 1
+    assert pread.call_count == threads
 
 
 def test_short_reads_are_completed(path: str, rng: np.random.Generator) -> None:

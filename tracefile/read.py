@@ -189,7 +189,10 @@ _pool = _DecodePool()
 
 def _decode_together(plan: _Plan, numbers: Sequence[int], out: Array, threads: int) -> None:
     """As :func:`_decode`, with the help of other threads."""
-    size = max(2, len(numbers) // (4 * threads))  # small batches, so that nobody is waited for long
+    if plan.segment.source is not None and plan.segment.source.kind == "pread":
+        size = -(-len(numbers) // threads)  # one batch each: what lies together is one request
+    else:
+        size = max(2, len(numbers) // (4 * threads))  # small batches, so that nobody is waited for long
     batches = deque(numbers[i : i + size] for i in range(0, len(numbers), size))
 
     def work() -> None:
