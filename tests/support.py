@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+import tracefile
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -185,3 +187,12 @@ class Faults:
             if self._count == self._at:
                 self._met.append(what)
                 self._act()
+
+
+def write_long_sample(path: str) -> np.ndarray[Any, Any]:
+    """A trace of one sample, "long": 188 MB as uint8, 752 MB as int32. Returns the block that it repeats 200 times."""
+    block = np.random.default_rng(1).integers(0, 64, (5000, 47, 4), dtype=np.uint8)
+    rows = np.broadcast_to(block, (200, *block.shape)).reshape(-1, 47, 4)
+    with tracefile.TraceWriter(path, num_layers=47, top_k=4, num_experts=64, codec="none") as writer:
+        writer.append("long", rows)
+    return block

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import zarr
 from crc32c import crc32c
-from support import random_routing, run_python
+from support import random_routing, run_python, write_long_sample
 from typer.testing import CliRunner
 
 import tracefile
@@ -696,11 +696,7 @@ def test_progress_goes_to_a_terminal_only(path: str, rng: np.random.Generator) -
 
 
 def test_memory_is_bounded(path: str) -> None:
-    # 188 MB of uint8 and 752 MB of int32 in one sample; the limit leaves 64 MiB.
-    block = np.random.default_rng(1).integers(0, 64, (5000, 47, 4), dtype=np.uint8)
-    rows = np.broadcast_to(block, (200, *block.shape)).reshape(-1, 47, 4)
-    with tracefile.TraceWriter(path, num_layers=47, top_k=4, num_experts=64, codec="none") as writer:
-        writer.append("long", rows)
+    write_long_sample(path)  # the limit leaves 64 MiB
     code = """
 import resource, sys, zarr, tracefile
 from tracefile.findings import Tally
