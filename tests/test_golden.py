@@ -217,6 +217,10 @@ def _without_authorship(directory: str) -> dict[str, Any]:
                 ours.pop(key, None)
             if ours.get("codec") != "none":
                 ours.pop("shard_bytes", None)  # a newer Blosc may compress a little otherwise
+            for array_codec in documents[name].get("codecs", ()):
+                for codec in array_codec["configuration"]["codecs"]:
+                    if codec["name"] == "blosc":
+                        del codec["configuration"]  # each chunk says how it decodes; presets may be tuned
     return documents
 
 

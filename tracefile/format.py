@@ -162,14 +162,14 @@ class ChunkGeometry:
 
     def fitted(self, longest: int) -> ChunkGeometry:
         """The same geometry with no more rows a chunk than the longest sample of a segment needs."""
-        return ChunkGeometry(self.layers_per_chunk, max(8, min(self.rows_per_chunk, -(-longest // 8) * 8)))
+        return ChunkGeometry(self.layers_per_chunk, min(self.rows_per_chunk, max(8, -(-longest // 8) * 8)))
 
 
 def default_geometry(config: ModelConfig) -> ChunkGeometry:
     """The chunk geometry that the read benchmark found best over shards, stages, layers and whole samples.
 
     Layers are dealt evenly, so that the last chunk of layers is hardly padded; rows are a power of two (Blosc
-    leaves blocks unshuffled whose size is not a multiple of 8).
+    leaves blocks unshuffled whose size is not a multiple of 16 bytes).
 
     Examples
     --------
@@ -187,6 +187,9 @@ class BloscSettings:
     cname: str
     clevel: int
     shuffle: Literal["noshuffle", "shuffle", "bitshuffle"]
+    #: Bytes that shuffling takes for one element. 2 also for uint8 ids: Blosc's bit shuffle of single bytes lacks
+    #: its fastest path and decodes 1.5 times slower, and comes out as large.
+    typesize: int = 2
 
     @property
     def shuffle_code(self) -> int:

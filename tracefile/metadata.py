@@ -182,9 +182,8 @@ def parse_trace_header(raw: bytes, where: str) -> TraceHeader:
 
 
 def _array_fields(config: ModelConfig, rows: int, geometry: ChunkGeometry, codec: CodecName) -> dict[str, Any]:
-    itemsize = config.dtype.itemsize
     bytes_codec: dict[str, Any] = {"name": "bytes"}
-    if itemsize > 1:
+    if config.dtype.itemsize > 1:
         bytes_codec["configuration"] = {"endian": "little"}
     inner = [bytes_codec]
     blosc = CODECS[codec]
@@ -196,7 +195,7 @@ def _array_fields(config: ModelConfig, rows: int, geometry: ChunkGeometry, codec
                     "cname": blosc.cname,
                     "clevel": blosc.clevel,
                     "shuffle": blosc.shuffle,
-                    "typesize": itemsize,
+                    "typesize": blosc.typesize,
                     "blocksize": 0,
                 },
             }
@@ -324,7 +323,7 @@ def _take_blosc_tuning(expected: dict[str, Any], document: Mapping[str, Any]) ->
     theirs = document["codecs"][0]["configuration"]["codecs"]
     if inner[1]["name"] == theirs[1]["name"] == "blosc":
         tuning = theirs[1]["configuration"]
-        inner[1]["configuration"].update({key: tuning[key] for key in ("cname", "clevel", "shuffle", "blocksize")})
+        inner[1]["configuration"].update({key: tuning[key] for key in inner[1]["configuration"]})
 
 
 def _parse_samples(ours: Mapping[str, Any], segment: str, rows: int, where: str) -> dict[str, SampleEntry]:

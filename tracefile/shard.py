@@ -38,7 +38,7 @@ def encode_chunk(chunk: np.ndarray[Any, Any], codec: BloscSettings | None) -> tu
     if codec is None:
         payload: bytes = chunk.tobytes()
     else:
-        payload = blosc.compress(chunk, codec.cname.encode(), codec.clevel, codec.shuffle_code, 0, chunk.dtype.itemsize)
+        payload = blosc.compress(chunk, codec.cname.encode(), codec.clevel, codec.shuffle_code, 0, codec.typesize)
     return payload, _CRC.pack(crc32c(payload))
 
 

@@ -63,7 +63,7 @@ def write_limit(path: str, ids: np.ndarray[Any, Any], config: tracefile.ModelCon
                             settings.clevel,
                             settings.shuffle_code,
                             0,
-                            config.dtype.itemsize,
+                            settings.typesize,
                         )
                     )
 
@@ -89,7 +89,7 @@ def write_zarr(path: str, ids: np.ndarray[Any, Any], config: tracefile.ModelConf
             cname=settings.cname,  # type: ignore[arg-type]
             clevel=settings.clevel,
             shuffle=settings.shuffle,
-            typesize=config.dtype.itemsize,
+            typesize=settings.typesize,
         )
         compressors.insert(0, blosc_codec)
     array = zarr.create_array(
@@ -112,7 +112,7 @@ def write_tensorstore(path: str, ids: np.ndarray[Any, Any], config: tracefile.Mo
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     if settings is not None:
         options = {"cname": settings.cname, "clevel": settings.clevel, "shuffle": settings.shuffle}
-        configuration = {**options, "typesize": config.dtype.itemsize, "blocksize": 0}
+        configuration = {**options, "typesize": settings.typesize, "blocksize": 0}
         codecs.insert(1, {"name": "blosc", "configuration": configuration})
     sharding = {"name": "sharding_indexed", "configuration": {"chunk_shape": inner, "codecs": codecs}}
     store = tensorstore.open(
