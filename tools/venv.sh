@@ -9,7 +9,10 @@ if [ "$(cat .venv/stamp 2>/dev/null || true)" != "$stamp" ]; then
     # torch first and alone: its exact pin keeps other packages from choosing a larger build.
     if ! { .venv/bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' tools/constraints.txt)" &&
         .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint tools/constraints.txt \
-            --editable '.[dev]'; } >"$log" 2>&1; then
+            --editable '.[dev]' &&
+        # Without its dependencies, which need a GPU's toolkit; its RouterReplay needs none of them.
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint tools/constraints.txt \
+            --no-deps megatron-core; } >"$log" 2>&1; then
         cat "$log" >&2
         exit 1
     fi
