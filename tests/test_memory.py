@@ -157,3 +157,46 @@ def test_retained_microbatches_hold_only_their_own_rows(path: str) -> None:
         retained.append(torch.cat([experts, padding])[32:96])
     del padding
     assert sum(local.selection.rows.padding_bytes for local in retained) == 20 * 32 * LAYERS * TOP_K
+
+
+_LOADED = """
+import json, os, sys, torch
+torch.set_num_threads(1)
+import tracefile
+path, samples, prefetch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+trace = tracefile.open(path)
+names = list(trace)[:samples]
+spec = tracefile.ShardSpec(cp_size=2, cp_rank=0, tp_size=4, tp_rank=1)
+shards = [spec.apply([trace[name]], [len(trace[name])]) for name in names]
+peak = total = 0
+with tracefile.MicrobatchLoader(shards, prefetch=prefetch, budget_bytes=2**20) as loader:
+    for release_stage in ("forward", "backward"):
+        loader.begin_pass(release_stage)
+        for microbatch in loader:
+            for layer in range(len(microbatch)):
+                total += int(microbatch.layer(layer).sum())
+            if release_stage == "backward":
+                for layer in reversed(range(len(microbatch))):
+                    total += int(microbatch.layer(layer, "backward").sum())
+            peak = max(peak, anonymous())
+    held = loader.stats()
+print(json.dumps([peak, total, held.peak_bytes, held.peak_chunks]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loader_holds_as_much_for_64_microbatches_as_for_8(trace_path: str, prefetch: int) -> None:
+    few, many = (json.loads(run_python(_LOADED, trace_path, str(n), str(prefetch)).stdout) for n in (8, 64))
+    assert abs(many[0] - few[0]) < 8 * 1024, f"KiB of RssAnon with 8 and with 64 microbatches: {few[0]}, {many[0]}"
+    assert max(few[2], many[2]) <= 2**20
+    assert many[3] <= few[3] + 2, f"chunks held: {few[3]}, {many[3]}"
+    trace = tracefile.open(trace_path)
+    spec = tracefile.ShardSpec(cp_size=2, cp_rank=0, tp_size=4, tp_rank=1)
+    for samples, (_, total, _, _) in ((8, few), (64, many)):
+        shards = [spec.apply([trace[name]], [len(trace[name])]) for name in list(trace)[:samples]]
+        assert total == 3 * sum(int(shard.materialize().sum()) for shard in shards)

@@ -9,9 +9,11 @@ from tracefile.errors import (
     ConfigurationMismatchError,
     DamagedTraceError,
     DuplicateSampleError,
+    EngineOutputError,
     ExpertIdError,
     FormatVersionError,
     LazyTensorError,
+    LoaderBudgetError,
     MaterializeLimitError,
     MetadataDamagedError,
     MissingRowsError,
@@ -29,7 +31,9 @@ from tracefile.errors import (
 )
 from tracefile.format import ChunkGeometry, ModelConfig
 from tracefile.lazy import LazyRoutedExperts
+from tracefile.loader import MicrobatchLoader
 from tracefile.settings import Settings, configure, settings
+from tracefile.sharding import ShardSpec
 from tracefile.stats import ReadStats
 from tracefile.store import process_stats
 from tracefile.trace import Trace, open
@@ -41,6 +45,8 @@ __all__ = [
     "Trace",
     "TraceWriter",
     "LazyRoutedExperts",
+    "ShardSpec",
+    "MicrobatchLoader",
     "ModelConfig",
     "ChunkGeometry",
     "ReadStats",
@@ -66,8 +72,10 @@ __all__ = [
     "ExpertIdError",
     "RoutedExpertsShapeError",
     "RoutedExpertsTypeError",
+    "EngineOutputError",
     "MissingRowsError",
     "MaterializeLimitError",
+    "LoaderBudgetError",
     "LazyTensorError",
     "ClosedError",
     "PublishError",

@@ -29,8 +29,10 @@ __all__ = [
     "ExpertIdError",
     "RoutedExpertsShapeError",
     "RoutedExpertsTypeError",
+    "EngineOutputError",
     "MissingRowsError",
     "MaterializeLimitError",
+    "LoaderBudgetError",
     "LazyTensorError",
     "ClosedError",
     "PublishError",
@@ -154,12 +156,20 @@ class RoutedExpertsTypeError(TraceError, TypeError):
     """The array is not of an integer dtype."""
 
 
+class EngineOutputError(TraceError, ValueError):
+    """What an inference engine returned is not of its form. Attributes ``engine``, ``expected``, ``got``."""
+
+
 class MissingRowsError(TraceError, ValueError):
     """Rows that were never captured were read without choosing how to fill them. Attribute ``rows``."""
 
 
 class MaterializeLimitError(TraceError, MemoryError):
     """A read would put more bytes in memory than ``materialize_limit``. Attributes ``wanted``, ``limit``."""
+
+
+class LoaderBudgetError(TraceError, MemoryError):
+    """One layer of one microbatch is more than a loader may hold. Attributes ``wanted``, ``budget``, ``microbatch``."""
 
 
 class LazyTensorError(TraceError, TypeError):

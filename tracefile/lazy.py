@@ -19,12 +19,15 @@ from tracefile.errors import (
     OptionError,
 )
 from tracefile.format import ModelConfig
-from tracefile.materialize import holds, materialize, materialize_into
+from tracefile.materialize import holds, materialize, materialize_into, widened
 from tracefile.runs import Rows, check_fill, decode_rows, encode_rows
+from tracefile.schedule import check_stage
 from tracefile.selection import Selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from tracefile.schedule import Stage
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -59,6 +62,8 @@ class LazyRoutedExperts(torch.Tensor):
     selection: Selection
     pinned: bool
     fill: str
+    #: Gives the values for a stage if a loader holds them, else ``None``.
+    ahead: Callable[[Stage | None], torch.Tensor | None] | None
     _dtype: torch.dtype
     _device: torch.device
 
@@ -75,6 +80,7 @@ class LazyRoutedExperts(torch.Tensor):
         lazy._dtype, lazy._device = dtype, device
         lazy.pinned = pinned
         lazy.fill = fill
+        lazy.ahead = None
         return lazy
 
     @classmethod
@@ -92,13 +98,16 @@ class LazyRoutedExperts(torch.Tensor):
         fill: str | None = None,
     ) -> LazyRoutedExperts:
         """The tensor of another selection, otherwise like this one."""
-        return self._wrap(
+        lazy = self._wrap(
             selection,
             self._dtype if dtype is None else dtype,
             self._device if device is None else device,
             self.pinned if pinned is None else pinned,
             self.fill if fill is None else fill,
         )
+        if selection is self.selection and lazy.fill == self.fill:
+            lazy.ahead = self.ahead
+        return lazy
 
     @classmethod
     def __torch_function__(
@@ -204,14 +213,23 @@ class LazyRoutedExperts(torch.Tensor):
         """
         if out is not None:
             return materialize_into(self.selection, self.fill, out)
-        return materialize(
-            self.selection,
-            self.fill,
-            self._device if device is None else torch.device(device),
-            self._dtype if dtype is None else dtype,
-            pinned=self.pinned if pin_memory is None else pin_memory,
-            contiguous=contiguous,
-        )
+        return self._ids(device, dtype, pin_memory, contiguous)
+
+    def _ids(
+        self,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        pin_memory: bool | None = None,
+        contiguous: bool = False,
+        stage: Stage | None = None,
+    ) -> torch.Tensor:
+        device = self._device if device is None else torch.device(device)
+        dtype = self._dtype if dtype is None else dtype
+        held = None if self.ahead is None or pin_memory else self.ahead(stage)
+        if held is not None:
+            return widened(self.selection, held, device, dtype)
+        pinned = self.pinned if pin_memory is None else pin_memory
+        return materialize(self.selection, self.fill, device, dtype, pinned=pinned, contiguous=contiguous)
 
     def materialize_for_routing_replay(self, stage: str) -> torch.Tensor:
         """slime's hook: its ``RoutingReplay`` keeps an object that has this, and calls it when a router pops it.
@@ -219,17 +237,15 @@ class LazyRoutedExperts(torch.Tensor):
         Parameters
         ----------
         stage : {"forward", "backward"}
-            Which pass pops it; the values are the same.
+            Which pass pops it. The values are the same; a loader looks ahead accordingly.
 
         Returns
         -------
         torch.Tensor
             int32 ``[local_rows, top_k]`` on the current device, as slime's routers take it.
         """
-        if stage not in ("forward", "backward"):
-            raise OptionError(f"stage must be forward or backward, not {stage!r}")
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        return self.materialize(device=device, dtype=torch.int32)
+        return self._ids(device, torch.int32, stage=check_stage(stage))
 
     def numpy(self, *, force: bool = False) -> Array:
         """The values as a numpy array, row by row."""

@@ -70,6 +70,37 @@ def materialize_into(selection: Selection, fill: str, out: torch.Tensor) -> torc
     return out.copy_(values if out.device.type == "cpu" else _move(selection, values, out.device))
 
 
+def read_layers(
+    selection: Selection, fill: str, device: torch.device, *, keep: bool = True
+) -> tuple[torch.Tensor, int]:
+    """Read a selection as it is stored: layer by layer, narrow.
+
+    On the way to a CUDA device it is staged in page-locked memory, and the copy is queued on the current stream.
+    ``keep``: whether other reads may want the rest of its chunks.
+
+    Returns
+    -------
+    values : torch.Tensor
+        ``[layers, rows, top_k]`` on ``device``.
+    chunks : int
+        From how many chunks they came.
+    """
+    dtype = _TORCH_DTYPES[selection.read_dtype(fill).name]
+    _check_readable(selection, fill, dtype)
+    cuda = device.type == "cuda"
+    host = torch.empty(selection.array_shape, dtype=dtype, pin_memory=cuda)
+    chunks = read_rows(selection.rows, selection.layers, selection.config, host.numpy(), fill=fill, keep=keep)
+    return (host if device.type == "cpu" else _move(selection, host, device, non_blocking=cuda)), chunks
+
+
+def widened(selection: Selection, values: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of narrow values on ``device``, widened there."""
+    if values.device.type != device.type or (device.type != "cpu" and device.index not in (None, values.device.index)):
+        values = _move(selection, values, device)
+        return values if values.dtype == dtype else values.to(dtype)
+    return values.to(dtype, copy=True)
+
+
 def _through_pinned_memory(selection: Selection, fill: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The result lies in page-locked memory, or travels to its device from it."""
     if device.type == "cpu":

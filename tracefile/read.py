@@ -76,9 +76,10 @@ def _layer_chunks(layers: tuple[int, ...], per_chunk: int, num_layers: int) -> d
 class _Plan:
     """What one read wants from one segment: columns of its row chunks, times layers of its layer chunks."""
 
-    def __init__(self, ref: SegmentRef, segment: OpenSegment, layers: tuple[int, ...]) -> None:
+    def __init__(self, ref: SegmentRef, segment: OpenSegment, layers: tuple[int, ...], keep: bool) -> None:
         self.ref = ref
         self.segment = segment
+        self.keep = keep
         header = segment.header
         self.per_chunk = header.geometry.rows_per_chunk
         self.top_k = header.config.top_k
@@ -136,7 +137,7 @@ def _decode(plan: _Plan, numbers: Sequence[int], out: Array) -> None:
     header = segment.header
     shape = (header.geometry.layers_per_chunk, header.geometry.rows_per_chunk * header.config.top_k)
     dtype = header.config.dtype
-    keep = chunk_cache.enabled
+    keep = plan.keep and chunk_cache.enabled
     offsets, lengths = segment.index.offsets, segment.index.lengths
     encoded = source.read_many([(offsets[number], lengths[number]) for number in numbers])
     for number, view in zip(numbers, encoded, strict=True):
@@ -250,7 +251,9 @@ def _execute(plan: _Plan, out: Array, stats: ReadStats) -> None:
     stats.bytes_decoded += len(wanted) * segment.decoder.chunk_bytes
 
 
-def read_rows(rows: Rows, layers: tuple[int, ...], config: ModelConfig, out: Array, *, fill: str = "error") -> None:
+def read_rows(
+    rows: Rows, layers: tuple[int, ...], config: ModelConfig, out: Array, *, fill: str = "error", keep: bool = True
+) -> int:
     """Read a selection into ``out``.
 
     Parameters
@@ -263,6 +266,13 @@ def read_rows(rows: Rows, layers: tuple[int, ...], config: ModelConfig, out: Arr
         ``[len(layers), len(rows), top_k]``, C-contiguous, of a dtype that holds what is read.
     fill : str
         How rows that were never captured are rendered; ``"error"`` must not meet any.
+    keep : bool
+        Whether other reads may want the rest of these chunks.
+
+    Returns
+    -------
+    int
+        How many chunks the selection touches.
     """
     flat = out.reshape(len(layers), len(rows) * config.top_k)
     plans: dict[SegmentRef, _Plan] = {}
@@ -271,7 +281,7 @@ def read_rows(rows: Rows, layers: tuple[int, ...], config: ModelConfig, out: Arr
             plan = plans.get(run.segment)
             if plan is None:
                 segment = segment_pool.get(run.segment.trace, config, run.segment.id)
-                plan = plans[run.segment] = _Plan(run.segment, segment, layers)
+                plan = plans[run.segment] = _Plan(run.segment, segment, layers, keep)
             plan.add(run, position)
         else:
             out[:, position : position + len(run)] = _in_memory(run, layers, config, fill).transpose(1, 0, 2)
@@ -281,6 +291,7 @@ def read_rows(rows: Rows, layers: tuple[int, ...], config: ModelConfig, out: Arr
     for trace, cost in stats.items():
         cost.reads = 1
         segment_pool.record(trace, cost)
+    return sum(len(plan.row_copies) * len(plan.layer_chunks) for plan in plans.values())
 
 
 def _in_memory(run: PaddingRun | MissingRun, layers: Sequence[int], config: ModelConfig, fill: str) -> Array:

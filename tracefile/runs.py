@@ -143,6 +143,13 @@ class PaddingRun:
         core = self.core if self.core.shape[1] == 1 else self.core[:, list(positions)]
         return PaddingRun(core, (self.shape[0], len(positions), self.shape[2]), self.low, self.high)
 
+    @staticmethod
+    def joined_layers(runs: Sequence[PaddingRun]) -> PaddingRun:
+        """As many rows, with the layers of all ``runs``."""
+        values = np.concatenate([run.values for run in runs], axis=1)
+        widest = max((run.core.dtype for run in runs), key=lambda dtype: dtype.itemsize)
+        return PaddingRun.of(values, widest)
+
 
 Run: TypeAlias = StoredRun | MissingRun | PaddingRun
 
@@ -255,6 +262,23 @@ class Rows:
         if self.all_stored:
             return self
         return Rows.of(run.with_layers(positions) if isinstance(run, PaddingRun) else run for run in self.runs)
+
+    @staticmethod
+    def join_layers(parts: Sequence[Rows]) -> Rows | None:
+        """The inverse of :meth:`with_layers`: the same rows of all the parts' layers; ``None`` if they differ."""
+        joined: list[Run] = []
+        for runs in zip(*(part.runs for part in parts), strict=False):
+            first = runs[0]
+            if isinstance(first, PaddingRun):
+                if not all(isinstance(run, PaddingRun) and len(run) == len(first) for run in runs):
+                    return None
+                joined.append(PaddingRun.joined_layers(runs))
+            elif any(run != first for run in runs):
+                return None
+            else:
+                joined.append(first)
+        rows = Rows.of(joined)
+        return rows if all(len(part) == len(rows) for part in parts) else None
 
     def placed(self) -> Iterator[tuple[int, Run]]:
         """Each run with the position of its first row in the selection."""

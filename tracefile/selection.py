@@ -157,6 +157,16 @@ class Selection:
         )
         return first._with_rows(rows, lead)
 
+    @staticmethod
+    def join_layers(parts: Sequence[Selection]) -> Selection | None:
+        """One selection ``[rows, layers, top_k]`` of single layers ``[rows, top_k]`` of the same rows, in order."""
+        first = parts[0]
+        if any(p.form != "layer" or p.lead != first.lead or p.config != first.config for p in parts):
+            return None
+        rows = Rows.join_layers([part.rows for part in parts])
+        layers = tuple(layer for part in parts for layer in part.layers)
+        return None if rows is None else Selection(first.config, rows, layers, first.lead)
+
     def unsqueeze(self, dim: int) -> Selection | None:
         if dim > len(self.lead):
             return None
