@@ -293,7 +293,7 @@ def test_fork_in_the_middle_of_reading(work: Work) -> None:
             loader[0].layer(0)
 
             def child() -> Any:
-                assert held_ahead() == (0, 0)
+                assert held_ahead().active_bytes == 0
                 work.train(loader)
                 loader.begin_pass("forward")
                 total = sum(int(microbatch.layer(2).sum()) for microbatch in loader)
@@ -394,11 +394,11 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_keyboard_interrupt(work: Work, prefetch: int) -> None:
     command = [sys.executable, "-c", _INTERRUPTED, work.path, str(prefetch), "0.5"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "reading\n"
-    os.kill(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "reading\n"
+        os.kill(process.pid, signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
     assert output.splitlines()[-1] == "interrupted [] 0", errors
     assert process.returncode == 0
 

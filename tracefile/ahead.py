@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from tracefile.errors import ClosedError
@@ -273,10 +273,14 @@ class ReadAhead:
 _instances: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
 
 
-def held_ahead() -> tuple[int, int]:
-    """Chunks and bytes that the loaders of this process hold."""
-    stats = [instance.stats() for instance in list(_instances)]
-    return sum(s.active_chunks for s in stats), sum(s.active_bytes for s in stats)
+def held_ahead() -> LoaderStats:
+    """What the loaders of this process hold and have done, all together."""
+    total = LoaderStats()
+    for instance in list(_instances):
+        stats = instance.stats()
+        for item in fields(LoaderStats):
+            setattr(total, item.name, getattr(total, item.name) + getattr(stats, item.name))
+    return total
 
 
 def _after_fork() -> None:

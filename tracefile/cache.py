@@ -49,6 +49,7 @@ class ChunkCache:
         self._lock = threading.Lock()
         self._chunks: OrderedDict[Key, _Held] = OrderedDict()
         self.nbytes = 0
+        self.peak_nbytes = 0
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
@@ -56,6 +57,7 @@ class ChunkCache:
         self._lock = threading.Lock()
         self._chunks = OrderedDict()
         self.nbytes = 0
+        self.peak_nbytes = 0
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -90,6 +92,7 @@ class ChunkCache:
                 self._shrink(budget - chunk.nbytes)
                 self._chunks[key] = _Held(chunk, layers)
                 self.nbytes += chunk.nbytes
+                self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
     def _shrink(self, budget: int) -> None:
         while self.nbytes > budget:
