@@ -194,7 +194,8 @@ def test_a_loader_holds_as_much_for_64_microbatches_as_for_8(trace_path: str, pr
     few, many = (json.loads(run_python(_LOADED, trace_path, str(n), str(prefetch)).stdout) for n in (8, 64))
     assert abs(many[0] - few[0]) < 8 * 1024, f"KiB of RssAnon with 8 and with 64 microbatches: {few[0]}, {many[0]}"
     assert max(few[2], many[2]) <= 2**20
-    assert many[3] <= few[3] + 2, f"chunks held: {few[3]}, {many[3]}"
+    # At most three microbatches, in four groups of layers, each in at most three chunks along rows.
+    assert max(few[3], many[3]) <= 3 * 4 * 3
     trace = tracefile.open(trace_path)
     spec = tracefile.ShardSpec(cp_size=2, cp_rank=0, tp_size=4, tp_rank=1)
     for samples, (_, total, _, _) in ((8, few), (64, many)):

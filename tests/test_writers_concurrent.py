@@ -16,9 +16,9 @@ import pytest
 from support import Faults, fork, ids_of, in_fork, join
 
 import tracefile
-from tracefile import store
-from tracefile import writer as writer_module
+from tracefile import segment_writer, store
 from tracefile.format import staging_path
+from tracefile.shard_file import ShardFile
 from tracefile.store import unfinished
 
 if TYPE_CHECKING:
@@ -433,25 +433,21 @@ def test_threads_share_a_writer(path: str) -> None:
 
 def test_two_threads_in_the_middle_of_a_sample(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, without chance: one appends a whole sample while the other is between two of its chunks."""
-    real = writer_module._ShardFile.write_sample
+    real = ShardFile.write_rows
     nested = False
 
-    def write_sample(self: Any, encoder: Any, sample: str, array: Any) -> Any:
-        chunks = encoder.chunks
-
-        def interrupted(rows: Any, sample: str) -> Any:
+    def write_rows(self: ShardFile, rows: int, chunks: Any) -> int:
+        def interrupted() -> Any:
             nonlocal nested
-            for number, chunk in enumerate(chunks(rows, sample)):
-                if sample == "outer@200" and number == 1 and not nested:
+            for number, chunk in enumerate(chunks):
+                if rows == 200 and number == 1 and not nested:
                     nested = True
                     _append(writer, ["inner@100"])
                 yield chunk
 
-        if sample == "outer@200":
-            monkeypatch.setattr(encoder, "chunks", interrupted)
-        return real(self, encoder, sample, array)
+        return real(self, rows, interrupted())
 
-    monkeypatch.setattr(writer_module._ShardFile, "write_sample", write_sample)
+    monkeypatch.setattr(ShardFile, "write_rows", write_rows)
     with _writer(path, layers_per_chunk=1) as writer:
         _append(writer, ["outer@200"])
     monkeypatch.undo()
@@ -479,7 +475,7 @@ def test_leftovers_are_invisible(path: str) -> None:
     """A whole segment, but for the rename."""
 
     def work() -> None:
-        store.publish_segment = writer_module.publish_segment = lambda *_, **__: os._exit(9)
+        store.publish_segment = segment_writer.publish_segment = lambda *_, **__: os._exit(9)
         _append(_writer(path), ["half@50"])
 
     with _writer(path) as writer:

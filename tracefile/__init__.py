@@ -3,6 +3,7 @@
 from tracefile._version import __version__
 from tracefile.cache import clear_cache
 from tracefile.errors import (
+    CaptureError,
     ChunkDamagedError,
     ChunkMissingError,
     ClosedError,
@@ -22,12 +23,14 @@ from tracefile.errors import (
     PublishError,
     RoutedExpertsShapeError,
     RoutedExpertsTypeError,
+    SampleGapError,
     SampleIdError,
     SampleNotFoundError,
     SegmentMissingError,
     ShardDamagedError,
     TraceError,
     TraceNotFoundError,
+    WaitTimeoutError,
 )
 from tracefile.format import ChunkGeometry, ModelConfig
 from tracefile.lazy import LazyRoutedExperts
@@ -69,13 +72,16 @@ __all__ = [
     "SampleNotFoundError",
     "DuplicateSampleError",
     "SampleIdError",
+    "SampleGapError",
     "ExpertIdError",
+    "CaptureError",
     "RoutedExpertsShapeError",
     "RoutedExpertsTypeError",
     "EngineOutputError",
     "MissingRowsError",
     "MaterializeLimitError",
     "LoaderBudgetError",
+    "WaitTimeoutError",
     "LazyTensorError",
     "ClosedError",
     "PublishError",

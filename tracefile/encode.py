@@ -18,6 +18,8 @@ from tracefile.shard import encode_chunk
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tracefile.prefixes import PrefixChain
+
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
@@ -75,7 +77,8 @@ class SampleEncoder:
     Attributes
     ----------
     missing : list of (int, int)
-        After :meth:`chunks` is exhausted: ranges of rows that came as all -1, which were never captured.
+        After :meth:`chunks` is exhausted: ranges, within what it was given, of rows that came as all -1, which were
+        never captured.
     """
 
     def __init__(self, config: ModelConfig, geometry: ChunkGeometry, codec: CodecName) -> None:
@@ -90,8 +93,19 @@ class SampleEncoder:
         self._chunk_words = as_words(self._chunk)
         self.missing: list[tuple[int, int]] = []
 
-    def chunks(self, rows: Array, sample: str) -> Iterator[EncodedChunk]:
-        """The chunks of a sample ``[tokens, num_layers, top_k]``, all layers of its first rows first.
+    def chunks(
+        self, rows: Array, sample: str, first_row: int = 0, chain: PrefixChain | None = None
+    ) -> Iterator[EncodedChunk]:
+        """The chunks of new rows ``[tokens, num_layers, top_k]`` of a sample, all layers of the first rows first.
+
+        Parameters
+        ----------
+        rows : ndarray
+        sample : str
+        first_row : int
+            Which row of the sample they begin with.
+        chain : PrefixChain, optional
+            Gets the rows in their stored form, up to the first that was never captured.
 
         Raises
         ------
@@ -104,7 +118,11 @@ class SampleEncoder:
         for first in range(0, len(rows), per_chunk):
             block = rows[first : first + per_chunk]
             count = len(block)
-            self._narrow_block(block, first, sample)
+            self._narrow_block(block, first, sample, first_row)
+            if chain is not None:
+                if self.missing:
+                    chain.end()
+                chain.update(self._narrow[:count])
             for number in range(geometry.layer_chunks(config.num_layers)):
                 layer = number * layers_per_chunk
                 present = min(layers_per_chunk, config.num_layers - layer)
@@ -116,7 +134,7 @@ class SampleEncoder:
                 )
                 yield EncodedChunk(number, *encode_chunk(self._chunk, self._blosc))
 
-    def _narrow_block(self, block: Array, first: int, sample: str) -> None:
+    def _narrow_block(self, block: Array, first: int, sample: str, first_row: int) -> None:
         narrow = self._narrow[: len(block)]
         np.copyto(narrow, block, casting="unsafe")
         if not self._in_range(block):
@@ -124,7 +142,7 @@ class SampleEncoder:
             wrong = ((block < 0) | (block >= self.config.num_experts)) & captured[:, None, None]
             if wrong.any():
                 token, layer, slot = np.argwhere(wrong)[0].tolist()
-                raise self._bad_id(int(block[token, layer, slot]), first + token, layer, sample)
+                raise self._bad_id(int(block[token, layer, slot]), first_row + first + token, layer, sample)
             narrow[~captured] = self.config.fill_value
 
     def _in_range(self, block: Array) -> bool:

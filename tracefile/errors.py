@@ -26,13 +26,16 @@ __all__ = [
     "SampleNotFoundError",
     "DuplicateSampleError",
     "SampleIdError",
+    "SampleGapError",
     "ExpertIdError",
+    "CaptureError",
     "RoutedExpertsShapeError",
     "RoutedExpertsTypeError",
     "EngineOutputError",
     "MissingRowsError",
     "MaterializeLimitError",
     "LoaderBudgetError",
+    "WaitTimeoutError",
     "LazyTensorError",
     "ClosedError",
     "PublishError",
@@ -144,8 +147,16 @@ class SampleIdError(TraceError, TypeError):
     """A sample id is not a string that UTF-8 can hold."""
 
 
+class SampleGapError(TraceError, ValueError):
+    """Rows would begin beyond the end of what the sample has. Attributes ``start``, ``rows``."""
+
+
 class ExpertIdError(TraceError, ValueError):
     """An id lies outside ``[0, num_experts)``. Attributes ``token``, ``layer``, ``expert``."""
+
+
+class CaptureError(TraceError, ValueError):
+    """Rows show signs of a bad capture, and the writer is strict. Attribute ``findings``, of one sample."""
 
 
 class RoutedExpertsShapeError(TraceError, ValueError):
@@ -170,6 +181,10 @@ class MaterializeLimitError(TraceError, MemoryError):
 
 class LoaderBudgetError(TraceError, MemoryError):
     """One layer of one microbatch is more than a loader may hold. Attributes ``wanted``, ``budget``, ``microbatch``."""
+
+
+class WaitTimeoutError(TraceError, TimeoutError):
+    """Samples were not committed in time. Attribute ``missing``: their ids."""
 
 
 class LazyTensorError(TraceError, TypeError):

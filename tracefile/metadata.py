@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from crc32c import crc32c
 
@@ -27,7 +27,7 @@ from tracefile.format import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,14 @@ class Span:
     segment: str
     start: int
     stop: int
+
+
+class WeightRange(NamedTuple):
+    """Rows ``[start, stop)`` that were made under one version of the policy's weights; ``None``: not told."""
+
+    start: int
+    stop: int
+    version: int | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +81,30 @@ class SegmentHeader:
     shard_bytes: int
     samples: dict[str, SampleEntry]
     writer: dict[str, Any] = field(default_factory=dict)
+    weight_versions: tuple[WeightRange, ...] = ()
 
     @property
     def grid(self) -> tuple[int, int]:
         """Chunks along layers and along rows."""
         return self.geometry.layer_chunks(self.config.num_layers), self.geometry.row_chunks(self.rows)
+
+    def versions_of(self, span: Span) -> Iterator[WeightRange]:
+        """The weight versions of a span of this segment, as ranges from its first row."""
+        return _versions_within(self, span)
+
+
+def _versions_within(header: SegmentHeader, span: Span) -> Iterator[WeightRange]:
+    position = span.start
+    for start, stop, version in header.weight_versions:
+        start, stop = max(start, span.start), min(stop, span.stop)
+        if start >= stop:
+            continue
+        if position < start:
+            yield WeightRange(position - span.start, start - span.start, None)
+        yield WeightRange(start - span.start, stop - span.start, version)
+        position = stop
+    if position < span.stop:
+        yield WeightRange(position - span.start, span.stop - span.start, None)
 
 
 def checksum(document: Mapping[str, Any]) -> int:
@@ -240,6 +267,7 @@ def segment_document(header: SegmentHeader) -> dict[str, Any]:
         if entry.missing:
             item.append([list(r) for r in entry.missing])
         samples.append(item)
+    versions = {"weight_versions": [list(each) for each in header.weight_versions]} if header.weight_versions else {}
     return sealed(
         {
             "zarr_format": 3,
@@ -257,6 +285,7 @@ def segment_document(header: SegmentHeader) -> dict[str, Any]:
                     "writer": header.writer,
                     "references": references,
                     "samples": samples,
+                    **versions,
                 }
             },
         }
@@ -302,6 +331,7 @@ def parse_segment_header(raw: bytes, trace: TraceHeader, segment: str, where: st
         raise damaged(f"its array is not that of the trace's configuration ({config}): {', '.join(differing)}")
     try:
         samples = _parse_samples(ours, segment, rows, where)
+        versions = _parse_weight_versions(ours, rows)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise damaged(f"its index of samples is not sound ({error})") from None
     return SegmentHeader(
@@ -314,6 +344,7 @@ def parse_segment_header(raw: bytes, trace: TraceHeader, segment: str, where: st
         ours["shard_bytes"],
         samples,
         writer,
+        versions,
     )
 
 
@@ -324,6 +355,19 @@ def _take_blosc_tuning(expected: dict[str, Any], document: Mapping[str, Any]) ->
     if inner[1]["name"] == theirs[1]["name"] == "blosc":
         tuning = theirs[1]["configuration"]
         inner[1]["configuration"].update({key: tuning[key] for key in inner[1]["configuration"]})
+
+
+def _parse_weight_versions(ours: Mapping[str, Any], rows: int) -> tuple[WeightRange, ...]:
+    end = 0
+    ranges = []
+    for start, stop, version in ours.get("weight_versions", ()):
+        if not (is_count(start) and is_count(stop) and end <= start < stop <= rows and isinstance(version, int | str)):
+            raise ValueError(
+                f"[{start}, {stop}) of weight version {version!r} is not an ordered range within {rows} rows"
+            )
+        ranges.append(WeightRange(start, stop, version))
+        end = stop
+    return tuple(ranges)
 
 
 def _parse_samples(ours: Mapping[str, Any], segment: str, rows: int, where: str) -> dict[str, SampleEntry]:

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from tracefile.errors import ClosedError, SampleNotFoundError
+from tracefile.errors import ClosedError, SampleIdError, SampleNotFoundError, TraceError, WaitTimeoutError
+from tracefile.format import is_segment_id
 from tracefile.lazy import LazyRoutedExperts
+from tracefile.metadata import WeightRange
 from tracefile.runs import Rows, TraceRef, check_fill
 from tracefile.source import check_source_kind
 from tracefile.store import list_segments, read_segment_header, read_trace_header, segment_pool
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
+    from tracefile.follow import Follower
     from tracefile.format import ModelConfig
     from tracefile.metadata import SampleEntry, SegmentHeader
     from tracefile.stats import ReadStats
+
+#: For how many seconds a segment may be damaged before a follower says so: a network file system can show a rename
+#: before it shows what was renamed, and what is being deleted goes file by file.
+_DAMAGE_GRACE_SECONDS = 1.0
+
+_taking_in = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _taking_in
+    _taking_in = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Trace(Mapping[str, LazyRoutedExperts]):
@@ -41,6 +61,8 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         self._ref = TraceRef(self.path, self._header.uuid, check_source_kind(source))
         self.segments: dict[str, SegmentHeader] = {}
         self._samples: dict[str, SampleEntry] = {}
+        self._arrived: list[SegmentHeader] = []  # in the order in which they were seen, for followers
+        self._damaged_since: dict[str, float] = {}
         self._closed = False
         self.refresh()
 
@@ -66,22 +88,42 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         """
         self._check_open()
         # All of them are read before any is taken in: a damaged one must not make the others pass for seen.
-        new = {
-            segment: read_segment_header(self.path, self._header, segment)
-            for segment in list_segments(self.path)
-            if segment not in self.segments
-        }
-        in_order = not self.segments or not new or min(new) > max(self.segments)
-        if in_order:
-            self.segments.update(new)
-            headers = new.values()
-        else:
-            # A writer whose clock is behind committed late: segments count in the order of their ids.
-            self.segments = dict(sorted((self.segments | new).items()))
-            self._samples = {}
-            headers = self.segments.values()
-        for header in headers:
-            self._samples.update(header.samples)
+        new, damaged = self._read_new(list_segments(self.path))
+        for error in damaged.values():
+            raise error
+        return self._take_in(new)
+
+    def _read_new(self, segments: Iterable[str]) -> tuple[dict[str, SegmentHeader], dict[str, Exception]]:
+        """Of the segments that were not seen yet: the documents of the sound ones, and what is wrong with others."""
+        new: dict[str, SegmentHeader] = {}
+        damaged: dict[str, Exception] = {}
+        for segment in segments:
+            if segment not in self.segments:
+                try:
+                    new[segment] = read_segment_header(self.path, self._header, segment)
+                except (TraceError, OSError) as error:
+                    damaged[segment] = error
+        return new, damaged
+
+    def _take_in(self, new: dict[str, SegmentHeader]) -> list[str]:
+        """Add segments; the ids of samples that are new or have a newer revision."""
+        # `segments` last: what is interrupted before that is read and taken in again.
+        with _taking_in:
+            new = {segment: header for segment, header in new.items() if segment not in self.segments}
+            if not self.segments or not new or min(new) > next(reversed(self.segments)):
+                for header in new.values():
+                    self._samples.update(header.samples)
+                self._arrived.extend(new.values())
+                self.segments.update(new)
+            else:
+                # A segment that was begun earlier was committed later: they count in the order of their ids.
+                segments = dict(sorted((self.segments | new).items()))
+                samples: dict[str, SampleEntry] = {}
+                for header in segments.values():
+                    samples.update(header.samples)
+                self._samples = samples
+                self._arrived.extend(new.values())
+                self.segments = segments
         # Of those, a late segment's may be older revisions of what was there.
         return list(
             dict.fromkeys(
@@ -91,6 +133,138 @@ class Trace(Mapping[str, LazyRoutedExperts]):
                 if self._samples[sample] is entry
             )
         )
+
+    def _look(self, names: list[str] | None) -> dict[str, Exception]:
+        """Take in what is sound of the named segments, or of all; what is damaged, and has been for a while."""
+        self._check_open()
+        listed = list_segments(self.path) if names is None else sorted(filter(is_segment_id, names))
+        new, damaged = self._read_new(listed)
+        self._take_in(new)
+        now = time.monotonic()
+        since = {segment: self._damaged_since.get(segment, now) for segment in damaged}
+        self._damaged_since = since if names is None else self._damaged_since | since
+        return {segment: error for segment, error in damaged.items() if now - since[segment] >= _DAMAGE_GRACE_SECONDS}
+
+    def wait(self, ids: str | Iterable[str], timeout: float | None = None) -> list[LazyRoutedExperts]:
+        """Wait until samples are committed, by any process on any host, and :meth:`refresh` the trace meanwhile.
+
+        What the trace has already is not looked for again: call :meth:`refresh` first to get newer revisions.
+
+        Parameters
+        ----------
+        ids : str or iterable of str
+        timeout : float, optional
+            Seconds; default for ever.
+
+        Returns
+        -------
+        list of LazyRoutedExperts
+            In the order of ``ids``.
+
+        Raises
+        ------
+        WaitTimeoutError
+            Not all of them came in time; its ``missing`` lists which.
+        MetadataDamagedError, SegmentMissingError, FormatVersionError
+            Not all of them are there, and a segment cannot be read that may have them.
+        SampleIdError, ClosedError
+
+        Examples
+        --------
+        >>> import numpy as np, tempfile, tracefile
+        >>> path = tempfile.mkdtemp() + "/step_1.trace"
+        >>> writer = tracefile.TraceWriter(path, num_layers=2, top_k=2, num_experts=8)
+        >>> trace = tracefile.open(path)
+        >>> _ = writer.append("a", np.zeros((3, 2, 2), int)), writer.append("b", np.zeros((4, 2, 2), int))
+        >>> [len(experts) for experts in trace.wait(["b", "a"], timeout=60)]
+        [4, 3]
+        >>> trace.wait("c", timeout=0.01)
+        Traceback (most recent call last):
+        tracefile.errors.WaitTimeoutError: ...step_1.trace: 1 of 1 samples were not committed within 0.01 s: 'c'; ...
+        """
+        from tracefile.follow import looks, watch_segments
+
+        wanted = [ids] if isinstance(ids, str) else list(ids)
+        for sample in wanted:
+            if not isinstance(sample, str):
+                raise SampleIdError(f"a sample id is a string, not {sample!r}")
+        self._check_open()
+        missing = list(dict.fromkeys(wanted))
+        with watch_segments(self) as watcher:
+            for damaged in looks(self, watcher, timeout):
+                missing = [sample for sample in missing if sample not in self._samples]
+                if not missing:
+                    return [self[sample] for sample in wanted]
+                self._check_open()
+                for error in damaged.values():
+                    raise error
+        shown = ", ".join(map(repr, missing[:5])) + (", ..." if len(missing) > 5 else "")
+        raise WaitTimeoutError(
+            f"{self.path}: {len(missing)} of {len(wanted)} samples were not committed within {timeout} s: {shown};"
+            " see whether their writers are alive, or wait longer",
+            path=self.path,
+            missing=missing,
+        )
+
+    def follow(
+        self,
+        *,
+        existing: bool = False,
+        timeout: float | None = None,
+        stop: Callable[[], bool] | threading.Event | None = None,
+    ) -> Follower:
+        """Iterate over the samples that are committed from now on, by any process on any host.
+
+        Each comes once, within milliseconds of its commit, in the order of commit as far as that can be seen; a
+        newer revision of a sample comes too, but not one that a newer one has replaced by the time that it would
+        come. Looking for them refreshes the trace. Any number of iterators may follow one ``Trace``, each in one
+        thread, and each gets every sample, whoever refreshes. After a fork, parent and child go on each by itself.
+
+        inotify tells of commits on this host (``pip install tracefile[follow]``). Without it, and for commits by
+        other hosts, the trace is looked at every 5 to 50 ms.
+
+        Parameters
+        ----------
+        existing : bool
+            Start with the samples that the trace has. Otherwise what was committed since the last
+            :meth:`refresh` comes first.
+        timeout : float, optional
+            Seconds to wait for a next sample. The iteration ends when none came; default never.
+        stop : callable or threading.Event, optional
+            The iteration ends once it returns true or is set, within 50 ms.
+
+        Returns
+        -------
+        Follower
+            An iterator of ``(id, LazyRoutedExperts)``. It ends, too, when the trace is closed; its ``close``
+            gives its file descriptor back at once, and so does dropping it. After an error it goes on where it
+            was, if asked to.
+
+        Raises
+        ------
+        MetadataDamagedError, SegmentMissingError, FormatVersionError
+            While iterating: a segment cannot be read, and it has been so for a second. Raised once a segment,
+            when all samples of others have come.
+        ClosedError
+
+        Examples
+        --------
+        >>> import numpy as np, tempfile, tracefile
+        >>> path = tempfile.mkdtemp() + "/step_1.trace"
+        >>> with tracefile.TraceWriter(path, num_layers=2, top_k=2, num_experts=8) as writer:
+        ...     trace = tracefile.open(path)
+        ...     for number in range(3):
+        ...         _ = writer.append(f"prompt-{number}", np.zeros((number, 2, 2), int))
+        >>> for sample, experts in trace.follow(timeout=0.01):
+        ...     print(sample, len(experts))
+        prompt-0 0
+        prompt-1 1
+        prompt-2 2
+        """
+        from tracefile.follow import Follower
+
+        self._check_open()
+        return Follower(self, 0 if existing else len(self._arrived), timeout, stop)
 
     def entry(self, sample_id: str) -> SampleEntry:
         """Where a sample's rows are.
@@ -109,6 +283,57 @@ class Trace(Mapping[str, LazyRoutedExperts]):
                 path=self.path,
                 sample=sample_id,
             ) from None
+
+    def weight_versions(self, sample_id: str, start: int = 0, stop: int | None = None) -> list[WeightRange]:
+        """Which version of the policy's weights made which rows of a sample, as its writer said.
+
+        Parameters
+        ----------
+        sample_id : str
+        start, stop : int
+            The rows to tell of; default all.
+
+        Returns
+        -------
+        list of WeightRange
+            ``(start, stop, version)`` of consecutive rows; ``version`` is ``None`` where no writer said.
+
+        Raises
+        ------
+        SampleNotFoundError, ClosedError
+        SegmentMissingError
+            A segment that the sample has rows in is gone.
+
+        Examples
+        --------
+        >>> import numpy as np, tempfile, tracefile
+        >>> path = tempfile.mkdtemp() + "/step_1.trace"
+        >>> with tracefile.TraceWriter(path, num_layers=2, top_k=2, num_experts=8) as writer:
+        ...     _ = writer.append("a", np.zeros((5, 2, 2), int), weight_version=3)
+        ...     _ = writer.append("a", np.ones((4, 2, 2), int), start=4, weight_version=4)
+        >>> tracefile.open(path).weight_versions("a")
+        [WeightRange(start=0, stop=4, version=3), WeightRange(start=4, stop=8, version=4)]
+        """
+        entry = self.entry(sample_id)
+        stop = entry.rows if stop is None else min(stop, entry.rows)
+        ranges: list[WeightRange] = []
+        first = 0
+        for span in entry.spans:
+            if span.segment not in self.segments:
+                self.refresh()
+            header = self.segments.get(span.segment)
+            if header is None:
+                header = read_segment_header(self.path, self._header, span.segment)
+            for low, high, version in header.versions_of(span):
+                low, high = max(first + low, start), min(first + high, stop)
+                if low >= high:
+                    continue
+                if ranges and ranges[-1].version == version:
+                    ranges[-1] = WeightRange(ranges[-1].start, high, version)
+                else:
+                    ranges.append(WeightRange(low, high, version))
+            first += span.stop - span.start
+        return ranges
 
     def __getitem__(self, sample_id: str) -> LazyRoutedExperts:
         rows = Rows.of_sample(self.entry(sample_id), self._ref)
@@ -132,6 +357,10 @@ class Trace(Mapping[str, LazyRoutedExperts]):
     def active(self) -> tuple[int, int]:
         """Decoded chunks of this trace held for reuse, and their bytes."""
         return segment_pool.active(self._ref)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def _check_open(self) -> None:
         if self._closed:

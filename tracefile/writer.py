@@ -6,55 +6,36 @@ without knowing of each other. What ``append`` returns is committed: visible to 
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import socket
-import time
-from collections import deque
-from typing import TYPE_CHECKING, Any
+import threading
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tracefile import metadata
-from tracefile._version import __version__
-from tracefile.encode import SampleEncoder, as_rows
-from tracefile.errors import ClosedError, DuplicateSampleError, OptionError, PublishError, SampleIdError
-from tracefile.format import (
-    DEFAULT_CODEC,
-    HEADER_BYTES,
-    MAX_CHUNK_BYTES,
-    METADATA_NAME,
-    SHARD_NAME,
-    ChunkGeometry,
-    ModelConfig,
-    check_codec,
-    default_geometry,
-    new_segment_id,
-    shard_header,
-    staging_path,
+from tracefile.append_queue import AppendQueue
+from tracefile.encode import as_rows
+from tracefile.errors import (
+    ClosedError,
+    DuplicateSampleError,
+    OptionError,
+    SampleGapError,
+    SampleIdError,
+    SampleNotFoundError,
 )
+from tracefile.format import DEFAULT_CODEC, MAX_CHUNK_BYTES, ChunkGeometry, ModelConfig, check_codec, default_geometry
 from tracefile.lazy import LazyRoutedExperts
-from tracefile.metadata import SampleEntry, SegmentHeader, Span
+from tracefile.revision import Keep, Part, count_rows, cut, missing_rows, parts_of_entry, parts_of_rows, revise
 from tracefile.runs import Rows, TraceRef
-from tracefile.shard import encode_index
+from tracefile.segment_writer import SegmentWriter
 from tracefile.source import check_source_kind
-from tracefile.store import (
-    create_trace,
-    make_build_directory,
-    publish_error,
-    publish_segment,
-    remove_staging_if_empty,
-    write_file,
-)
+from tracefile.store import create_trace, remove_staging_if_empty
+from tracefile.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
     from types import TracebackType
 
-    import numpy as np
-
-#: Encoded chunks are handed to the file system in pieces of about this size.
-_WRITE_BYTES = 1024 * 1024
-_MAX_PIECES = 512  # well below the system's limit for one gathered write
+    from tracefile.metadata import SampleEntry
 
 
 class TraceWriter:
@@ -79,6 +60,12 @@ class TraceWriter:
         The chunk geometry; the default suits all of the usual ways to read.
     source : {"auto", "mmap", "pread"}
         How the lazy tensors that ``append`` returns will read.
+    share_prefixes : bool
+        Whether a sample that begins with rows that this writer wrote already (a group's prompt, a session's earlier
+        turns) names those instead of storing them again.
+    async_threads : int
+        How many appends of coroutines are carried out at once. With one, the default, in the order of the calls;
+        more are for file systems that take long to answer.
 
     Raises
     ------
@@ -109,6 +96,8 @@ class TraceWriter:
         layers_per_chunk: int | None = None,
         rows_per_chunk: int | None = None,
         source: str = "auto",
+        share_prefixes: bool = True,
+        async_threads: int = 1,
     ) -> None:
         self._closed = True
         self.path = os.path.abspath(os.fspath(path))
@@ -127,47 +116,97 @@ class TraceWriter:
                 f" {self.geometry.chunk_bytes(self.config):,} bytes; the most is {MAX_CHUNK_BYTES:,}"
             )
         kind = check_source_kind(source)
+        self._queue = AppendQueue(self.path, async_threads)
         header = create_trace(self.path, self.config, durable=durable)
         self._ref = TraceRef(self.path, header.uuid, kind)
-        # Encoders that no append is using: each has buffers, which two threads must not share.
-        self._encoders: deque[SampleEncoder] = deque()
+        self._segments = SegmentWriter(
+            self._ref, self.config, self.geometry, self.codec, durable=durable, share_prefixes=share_prefixes
+        )
+        self._trace: Trace | None = None  # what all writers have committed, once that is asked for
+        self._lock = threading.Lock()
+        _instances.add(self)
         self._closed = False
 
-    def append(self, sample_id: str, routed_experts: Any) -> LazyRoutedExperts:
-        """Write one sample; when this returns, it is committed.
+    def append(
+        self,
+        sample_id: str,
+        routed_experts: Any,
+        *,
+        start: int | None = None,
+        keep: Keep = "last",
+        gap: Literal["error", "missing"] = "error",
+        weight_version: int | str | None = None,
+    ) -> LazyRoutedExperts:
+        """Write one sample, or continue one; when this returns, it is committed.
 
         A sample id that the trace has already gets a newer revision: who opens the trace from now on sees the
-        new rows, and handles made before keep the old ones.
+        new rows, and handles made before keep the old ones. Rows that the trace holds already are named, not
+        written again: those that ``start`` keeps, those of a lazy tensor of this trace, and, as far as this writer
+        wrote them, the first rows that the sample shares with another (``share_prefixes``).
 
         Parameters
         ----------
         sample_id : str
         routed_experts : array_like or torch.Tensor
             ``[tokens, num_layers, top_k]`` or ``[tokens, num_layers * top_k]``, any integer dtype, contiguous
-            or not. A row that is -1 throughout was never captured: it is recorded as missing.
+            or not. A row that is -1 throughout was never captured: it is recorded as missing. Lazy tensors too, for
+            instance ``torch.cat([experts[:k], new_rows])``.
+        start : int, optional
+            Continue the sample: rows ``[0, start)`` stay, ``routed_experts`` begins at row ``start``. To replace a
+            turn's last row, which had no route until the next turn gave it one, ``start`` is one before the end.
+            Default: a new sample, or a whole new revision.
+        keep : {"last", "first"}
+            Of rows that both have, which win: the new ones, and the sample ends where they do; or the old ones. A row
+            that was never captured gives way to one that was.
+        gap : {"error", "missing"}
+            Where ``start`` lies beyond the sample's end: refuse, or record the rows between as missing.
+        weight_version : int or str, optional
+            The version of the policy's weights that made the new rows; see :meth:`Trace.weight_versions
+            <tracefile.trace.Trace.weight_versions>`. Rows that are not written again keep theirs.
 
         Returns
         -------
         LazyRoutedExperts
-            ``[tokens, num_layers, top_k]``, picklable in a few hundred bytes.
+            The whole sample, ``[tokens, num_layers, top_k]``, picklable in a few hundred bytes.
 
         Raises
         ------
         ExpertIdError
             An id lies outside ``[0, num_experts)``. Nothing is written.
-        RoutedExpertsTypeError, RoutedExpertsShapeError, SampleIdError, ClosedError
+        SampleGapError
+            ``start`` lies beyond the end. Nothing is written.
+        RoutedExpertsTypeError, RoutedExpertsShapeError, SampleIdError, OptionError, ClosedError
         PublishError
             The file system refused. Nothing is published.
-        """
-        return self.append_many([(sample_id, routed_experts)])[0]
 
-    def append_many(self, samples: Iterable[tuple[str, Any]]) -> list[LazyRoutedExperts]:
+        Examples
+        --------
+        >>> import numpy as np, tempfile
+        >>> path = tempfile.mkdtemp() + "/step_1.trace"
+        >>> writer = TraceWriter(path, num_layers=1, top_k=1, num_experts=9)
+        >>> turn_1 = writer.append("session-4", np.full((4, 1, 1), 1), weight_version=7)
+        >>> turn_2 = writer.append("session-4", np.full((3, 1, 1), 2), start=3, weight_version=8)
+        >>> turn_1.flatten().tolist(), turn_2.flatten().tolist()
+        ([1, 1, 1, 1], [1, 1, 1, 2, 2, 2])
+        """
+        check_sample_id(sample_id)
+        self._check_open()
+        parts = self._parts(sample_id, routed_experts)
+        if start is not None:
+            parts = self._continued(sample_id, parts, start, keep, gap)
+        return self._write({sample_id: parts}, weight_version)[0]
+
+    def append_many(
+        self, samples: Iterable[tuple[str, Any]], *, weight_version: int | str | None = None
+    ) -> list[LazyRoutedExperts]:
         """Write many samples as one segment: all of them become visible at once, or none.
 
         Parameters
         ----------
         samples : iterable of (str, array)
             As for :meth:`append`.
+        weight_version : int or str, optional
+            As for :meth:`append`, of all of them.
 
         Returns
         -------
@@ -181,78 +220,171 @@ class TraceWriter:
         ExpertIdError, RoutedExpertsTypeError, RoutedExpertsShapeError, SampleIdError, ClosedError, PublishError
             As for :meth:`append`; nothing of the segment is published.
         """
-        if self._closed:
-            raise ClosedError(f"the writer of {self.path} is closed; open another", path=self.path)
-        arrays: dict[str, np.ndarray[Any, Any]] = {}
+        self._check_open()
+        parts: dict[str, list[Part]] = {}
         for sample_id, routed_experts in samples:
             check_sample_id(sample_id)
-            if sample_id in arrays:
+            if sample_id in parts:
                 raise DuplicateSampleError(
                     f"sample {sample_id!r} is there twice; nothing was written", sample=sample_id
                 )
-            arrays[sample_id] = as_rows(routed_experts, self.config, sample_id)
-        if not arrays:
-            return []
-        header = self._write_segment(arrays)
+            parts[sample_id] = self._parts(sample_id, routed_experts)
+        return self._write(parts, weight_version) if parts else []
+
+    def truncate(self, sample_id: str, rows: int) -> LazyRoutedExperts:
+        """Cut a sample to its first rows: a newer revision, of rows that are there.
+
+        Parameters
+        ----------
+        sample_id : str
+        rows : int
+            How many rows to keep.
+
+        Raises
+        ------
+        SampleNotFoundError, ClosedError, PublishError
+        OptionError
+            The sample has fewer rows.
+        """
+        check_sample_id(sample_id)
+        self._check_open()
+        old = parts_of_entry(self._newest(sample_id))
+        if not 0 <= rows <= count_rows(old):
+            raise OptionError(f"sample {sample_id!r} has {count_rows(old)} rows; it cannot be cut to {rows}")
+        return self._write({sample_id: cut(old, 0, rows)}, None)[0]
+
+    def _parts(self, sample_id: str, routed_experts: Any) -> list[Part]:
+        if isinstance(routed_experts, LazyRoutedExperts):
+            selection = routed_experts.selection
+            whole = selection.layers == tuple(range(self.config.num_layers)) and len(selection.lead) == 1
+            if whole and selection.config == self.config:
+                size = self.config.num_layers, self.config.top_k
+                parts = parts_of_rows(selection.rows, self._ref.uuid, *size)
+                if parts is not None:
+                    return parts
+        return [as_rows(routed_experts, self.config, sample_id)]
+
+    def _continued(
+        self, sample_id: str, new: list[Part], start: int, keep: Keep, gap: Literal["error", "missing"]
+    ) -> list[Part]:
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise OptionError(f"start must be an integer of at least 0, not {start!r}")
+        if keep not in get_args(Keep):
+            raise OptionError(f"keep must be last or first, not {keep!r}")
+        if gap not in ("error", "missing"):
+            raise OptionError(f"gap must be error or missing, not {gap!r}")
+        try:
+            old = parts_of_entry(self._newest(sample_id)) if start or keep == "first" else []
+        except SampleNotFoundError:
+            old = []
+        rows = count_rows(old)
+        if start > rows:
+            if gap == "error":
+                raise SampleGapError(
+                    f"sample {sample_id!r} has {rows} rows, and rows from {start} on would leave a gap; pass"
+                    " gap='missing' to record it as never captured",
+                    path=self.path,
+                    sample=sample_id,
+                    start=start,
+                    rows=rows,
+                )
+            old = [*old, missing_rows(start - rows, self.config.num_layers, self.config.top_k)]
+        return revise(old, new, start, keep)
+
+    def _newest(self, sample_id: str) -> SampleEntry:
+        """The newest revision of a sample, by whichever writer."""
+        with self._lock:
+            if self._trace is None:
+                self._trace = Trace(self.path)
+            else:
+                self._trace.refresh()
+            return self._trace.entry(sample_id)
+
+    def _write(self, samples: dict[str, list[Part]], weight_version: int | str | None) -> list[LazyRoutedExperts]:
+        if weight_version is not None and (
+            isinstance(weight_version, bool) or not isinstance(weight_version, int | str)
+        ):
+            raise OptionError(f"weight_version must be an integer or a string, not {weight_version!r}")
+        header = self._segments.write(samples, weight_version)
         return [
             LazyRoutedExperts.from_rows(Rows.of_sample(entry, self._ref), self.config)
             for entry in header.samples.values()
         ]
 
-    @contextlib.contextmanager
-    def _encoder_for(self, longest: int) -> Iterator[SampleEncoder]:
-        geometry = self.geometry.fitted(longest)
-        try:
-            encoder = self._encoders.pop()
-        except IndexError:
-            encoder = None
-        if encoder is None or encoder.geometry != geometry:
-            encoder = SampleEncoder(self.config, geometry, self.codec)
-        yield encoder
-        self._encoders.append(encoder)
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the writer of {self.path} is closed; open another", path=self.path)
 
-    def _write_segment(self, arrays: dict[str, np.ndarray[Any, Any]]) -> SegmentHeader:
-        segment = new_segment_id()
-        build = os.path.join(staging_path(self.path), segment)
-        try:
-            shard_path = os.path.join(build, SHARD_NAME)
-            make_build_directory(self.path, os.path.dirname(shard_path))
-            with (
-                self._encoder_for(max(map(len, arrays.values()))) as encoder,
-                _ShardFile(shard_path, segment, encoder.geometry, self.config.num_layers, self.durable) as shard,
-            ):
-                samples = {sample: shard.write_sample(encoder, sample, rows) for sample, rows in arrays.items()}
-            header = SegmentHeader(
-                segment,
-                self._ref.uuid,
-                self.config,
-                shard.rows,
-                encoder.geometry,
-                self.codec,
-                shard.nbytes,
-                samples,
-                {
-                    "host": socket.gethostname(),
-                    "pid": os.getpid(),
-                    "version": __version__,
-                    "created": time.time_ns() // 1000 / 1e6,
-                },
-            )
-            document = metadata.encode(metadata.segment_document(header))
-            write_file(os.path.join(build, METADATA_NAME), document, self.durable)
-            publish_segment(self.path, build, segment, durable=self.durable)
-        except BaseException as error:
-            shutil.rmtree(build, ignore_errors=True)
-            if isinstance(error, OSError) and not isinstance(error, PublishError):
-                raise publish_error(self.path, error) from error
-            raise
-        return header
+    async def append_async(self, sample_id: str, routed_experts: Any, **options: Any) -> LazyRoutedExperts:
+        """Like :meth:`append`, for coroutines: encodes and writes in a thread, and the event loop goes on meanwhile.
+
+        When this returns, the sample is committed. A slow disk is felt here, so await it inside of whatever bounds
+        the number of rollouts: an array that waits is not copied, nor is it let go.
+
+        Cancelled before its turn has come, it writes nothing. Cancelled later, it raises
+        :class:`asyncio.CancelledError` once the thread is done with it (tens of milliseconds, on a disk that
+        answers); the sample is then published whole, or, if writing failed, not at all.
+
+        Parameters
+        ----------
+        sample_id, routed_experts, **options
+            As for :meth:`append`. Leave the array as it is until this returns or raises.
+
+        Returns
+        -------
+        LazyRoutedExperts
+
+        Raises
+        ------
+        TraceError
+            As :meth:`append` does.
+
+        Examples
+        --------
+        >>> import asyncio, numpy as np, tempfile
+        >>> async def rollout(path):
+        ...     async with TraceWriter(path, num_layers=3, top_k=2, num_experts=64) as writer:
+        ...         turns = (writer.append_async(f"{n}", np.full((5, 3, 2), n)) for n in range(4))
+        ...         return await asyncio.gather(*turns)
+        >>> [experts[0, 0].tolist() for experts in asyncio.run(rollout(tempfile.mkdtemp() + "/step_1.trace"))]
+        [[0, 0], [1, 1], [2, 2], [3, 3]]
+        """
+        return await self._queue.run(partial(self.append, sample_id, routed_experts, **options), [routed_experts])
+
+    async def append_many_async(self, samples: Iterable[tuple[str, Any]], **options: Any) -> list[LazyRoutedExperts]:
+        """Like :meth:`append_many`, for coroutines; all else as for :meth:`append_async`.
+
+        Parameters
+        ----------
+        samples : iterable of (str, array)
+            Exhausted here and now, not in the thread.
+        **options
+            As for :meth:`append_many`.
+        """
+        samples = list(samples)
+        return await self._queue.run(partial(self.append_many, samples, **options), [array for _, array in samples])
+
+    def flush(self) -> None:
+        """Wait for the appends of coroutines that are under way or wait their turn.
+
+        Their errors go to those who await them. What ``append`` has returned needs no flush.
+        """
+        self._queue.flush()
+
+    async def flush_async(self) -> None:
+        """Like :meth:`flush`, for coroutines; tasks of this event loop that were created before are waited for too."""
+        await self._queue.flush_async()
 
     def close(self) -> None:
-        """Leave the trace. What was appended is committed already; closing twice is fine."""
+        """Leave the trace. What was appended is committed already; closing twice is fine.
+
+        Appends of coroutines that are under way or wait their turn are carried out first. In an event loop, which
+        this would hold up, use ``async with``, or ``await flush_async()`` before.
+        """
+        self._queue.close()
         if not self._closed:
             self._closed = True
-            self._encoders.clear()
+            self._segments.close()
             remove_staging_if_empty(self.path)
 
     def __enter__(self) -> TraceWriter:
@@ -262,6 +394,17 @@ class TraceWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    async def __aenter__(self) -> TraceWriter:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.flush_async()
+        finally:
+            self.close()
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -279,72 +422,12 @@ def check_sample_id(sample_id: object) -> None:
     raise SampleIdError(f"a sample id is a string (that UTF-8 can hold), not {sample_id!r}")
 
 
-class _ShardFile:
-    """A shard file being written, in staging: gathers encoded chunks, ends with the index."""
+_instances: weakref.WeakSet[TraceWriter] = weakref.WeakSet()
 
-    def __init__(self, path: str, segment: str, geometry: ChunkGeometry, num_layers: int, durable: bool) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._path = path
-        self._segment = segment
-        self._geometry = geometry
-        self._durable = durable
-        self._pieces: list[bytes] = [shard_header(segment)]
-        self._pending = HEADER_BYTES
-        self._chunks: list[list[tuple[int, int]]] = [[] for _ in range(geometry.layer_chunks(num_layers))]
-        self.nbytes = HEADER_BYTES
-        self.rows = 0
 
-    def write_sample(self, encoder: SampleEncoder, sample: str, array: np.ndarray[Any, Any]) -> SampleEntry:
-        start = self._geometry.align(self.rows)
-        for chunk in encoder.chunks(array, sample):
-            nbytes = len(chunk.payload) + len(chunk.checksum)
-            self._chunks[chunk.layer_chunk].append((self.nbytes, nbytes))
-            self._pieces += (chunk.payload, chunk.checksum)
-            self.nbytes += nbytes
-            self._pending += nbytes
-            if self._pending >= _WRITE_BYTES or len(self._pieces) >= _MAX_PIECES:
-                self._flush()
-        stop = start + len(array)
-        if not len(array):
-            return SampleEntry(sample, ())
-        self.rows = stop
-        return SampleEntry(sample, (Span(self._segment, start, stop),), tuple(encoder.missing))
+def _after_fork() -> None:
+    for writer in list(_instances):
+        writer._lock = threading.Lock()  # another thread of the parent may have held it
 
-    def _flush(self) -> None:
-        pieces, self._pieces, self._pending = self._pieces, [], 0
-        written = os.writev(self._fd, pieces)
-        for piece in pieces:  # a partial write is legal: go on where it stopped
-            size = len(piece)
-            if written < size:
-                rest = memoryview(piece)[written:]
-                while rest:
-                    rest = rest[os.write(self._fd, rest) :]
-                written = 0
-            else:
-                written -= size
 
-    def __enter__(self) -> _ShardFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            os.close(self._fd)
-
-    def _finish(self) -> None:
-        if not self.rows:
-            # Zarr has no shard file where an array has no elements.
-            os.unlink(self._path)
-            self.nbytes = 0
-            return
-        places = [place for row in self._chunks for place in row]
-        index = encode_index([offset for offset, _ in places], [nbytes for _, nbytes in places])
-        self._pieces.append(index)
-        self.nbytes += len(index)
-        self._flush()
-        if self._durable:
-            os.fsync(self._fd)
+os.register_at_fork(after_in_child=_after_fork)

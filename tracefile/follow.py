@@ -1,0 +1,225 @@
+"""Noticing what is committed to a trace: when to look at it again, and an iterator over what is new.
+
+A commit is a rename into ``segments/``. Linux reports it to who watches that directory (inotify), through the
+library inotify_simple where it is installed (the extra ``follow``). A watch sees what this host does and not what
+others do on a file system that they share, and its queue can overflow; so looking at intervals goes on beside it:
+once a second, and where there is no watch, or one that cannot be trusted, every 5 to 50 ms. The watch is there
+before the first look, so that no commit falls between the two. No thread is started, here or by the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tracefile.errors import ClosedError
+from tracefile.format import SEGMENTS_NAME
+from tracefile.lazy import LazyRoutedExperts
+from tracefile.source import file_system_type, is_network_file_system
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from tracefile.metadata import SampleEntry
+    from tracefile.trace import Trace
+
+#: Seconds between looks without a trusted watch: doubled from the first to the second while nothing comes.
+POLL_SECONDS = (0.005, 0.05)
+#: Seconds between looks beside a trusted watch.
+WATCHED_POLL_SECONDS = 1.0
+#: Looking takes at most one part in so many of the time, however many segments there are to list.
+_COST_FACTOR = 10
+#: How long nobody asks whether the trace was closed or the caller wants to stop.
+_SLICE_SECONDS = 0.05
+
+
+def _watch(directory: str) -> Any:
+    """An inotify watch on what is renamed into a directory; ``None`` where there can be none."""
+    try:
+        from inotify_simple import INotify, flags
+    except ImportError:
+        return None
+    inotify = None
+    try:
+        inotify = INotify()
+        inotify.add_watch(directory, flags.MOVED_TO | flags.ONLYDIR)
+    except OSError:  # the user's limit of watches is reached, the directory is gone, no inotify in this kernel
+        if inotify is not None:
+            inotify.close()
+        return None
+    return inotify
+
+
+def _is_shared(directory: str) -> bool:
+    try:
+        return is_network_file_system(file_system_type(directory))
+    except OSError:
+        return True
+
+
+class Watcher:
+    """Tells when to look at a directory again. For one thread; starts anew after a fork."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._inotify: Any = None
+        self._pid = 0
+        self._between = POLL_SECONDS
+        self._pause = 0.0
+        self._due = 0.0
+
+    def _start(self) -> None:
+        self.close()
+        self._pid = os.getpid()
+        self._inotify = _watch(self._directory)
+        trusted = self._inotify is not None and not _is_shared(self._directory)
+        self._between = (WATCHED_POLL_SECONDS, WATCHED_POLL_SECONDS) if trusted else POLL_SECONDS
+        self._pause = self._between[0]
+
+    def wait(self, seconds: float) -> list[str] | None:
+        """Wait for news.
+
+        Returns
+        -------
+        list of str or None
+            Names that came into the directory, or none of them after ``seconds``. ``None``: list the directory,
+            and say so with :meth:`listed`; always at first.
+        """
+        if self._pid != os.getpid():  # after a fork, too: events that a child takes are lost to its parent
+            self._start()
+            return None
+        pause = max(0.0, min(seconds, self._due - time.monotonic()))
+        names: list[str] = []
+        if self._inotify is None:
+            time.sleep(pause)
+        else:
+            names = [event.name for event in self._inotify.read(timeout=math.ceil(pause * 1000))]
+            if "" in names:  # it is about the watch: too many events, or the directory is gone
+                self._start()
+                return None
+        return None if time.monotonic() >= self._due else names
+
+    def listed(self, started: float, news: bool) -> None:
+        """The directory was listed since ``started``, with or without news: decides when that is due again."""
+        shortest, longest = self._between
+        self._pause = shortest if news else min(2 * self._pause, longest)
+        now = time.monotonic()
+        self._due = now + max(self._pause, _COST_FACTOR * (now - started))
+
+    def close(self) -> None:
+        """Let go of the watch; waiting again would start another."""
+        self._pid = 0
+        if self._inotify is not None:
+            self._inotify.close()
+            self._inotify = None
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def watch_segments(trace: Trace) -> Watcher:
+    return Watcher(os.path.join(trace.path, SEGMENTS_NAME))
+
+
+def looks(trace: Trace, watcher: Watcher, timeout: float | None) -> Iterator[Mapping[str, Exception]]:
+    """Look at a trace whenever it may have news, until ``timeout``; the last look is after that.
+
+    Yields
+    ------
+    mapping of str to Exception
+        The segments that are damaged, and have been for a while, as far as this look saw. At first, and now and
+        then while there is nothing to see, it is empty without a look.
+    """
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    yield {}
+    expired = False
+    while not expired:
+        started = time.monotonic()
+        expired = started >= deadline
+        names = watcher.wait(max(0.0, min(_SLICE_SECONDS, deadline - started)))
+        if expired:
+            names = None
+        damaged: Mapping[str, Exception] = {}
+        if names is None or names:
+            started = time.monotonic()
+            before = len(trace.segments)
+            damaged = trace._look(names)
+            if names is None:
+                watcher.listed(started, len(trace.segments) > before)
+        yield damaged
+
+
+class Follower(Iterator[tuple[str, LazyRoutedExperts]]):
+    """Iterates over the samples that are committed to a trace. Made by :meth:`tracefile.Trace.follow`.
+
+    An error, KeyboardInterrupt among them, does not end it: asked for the next sample, it goes on.
+    """
+
+    def __init__(
+        self, trace: Trace, first: int, timeout: float | None, stop: Callable[[], bool] | threading.Event | None
+    ) -> None:
+        self._trace = trace
+        self._timeout = timeout
+        ask: Any = stop  # multiprocessing's events have no class to recognize them by
+        self._stop: Callable[[], bool] = (lambda: False) if stop is None else getattr(ask, "is_set", ask)
+        self._watcher = watch_segments(trace)
+        self._segment = first  # position in the order of arrival of the next segment
+        self._entries: deque[SampleEntry] = deque()  # what is left of the one before it
+        self._reported: set[str] = set()
+        self._ended = False
+
+    def _arrived(self) -> tuple[str, LazyRoutedExperts] | None:
+        """The next sample of those that the trace has already."""
+        trace = self._trace
+        while True:
+            while self._entries:
+                entry = self._entries.popleft()
+                if trace._samples.get(entry.id) is entry:  # else there is a newer revision
+                    return entry.id, trace[entry.id]
+            if self._segment >= len(trace._arrived):
+                return None
+            self._entries.extend(trace._arrived[self._segment].samples.values())
+            self._segment += 1
+
+    def __next__(self) -> tuple[str, LazyRoutedExperts]:
+        with contextlib.suppress(ClosedError):
+            for damaged in looks(self._trace, self._watcher, self._timeout):
+                if self._ended or self._trace.closed or self._stop():
+                    break
+                found = self._arrived()
+                if found is not None:
+                    return found
+                for segment, error in damaged.items():
+                    if segment not in self._reported:
+                        self._reported.add(segment)
+                        raise error
+        self.close()
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the iteration."""
+        self._ended = True
+        self._watcher.close()
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,212 @@
+"""One segment: its samples encoded, its document made, all of it published at once or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tracefile import metadata
+from tracefile._version import __version__
+from tracefile.encode import SampleEncoder
+from tracefile.errors import PublishError
+from tracefile.format import (
+    METADATA_NAME,
+    SHARD_NAME,
+    ChunkGeometry,
+    CodecName,
+    ModelConfig,
+    new_segment_id,
+    staging_path,
+)
+from tracefile.metadata import SegmentHeader, Span, WeightRange
+from tracefile.prefixes import PrefixChain, PrefixIndex, Sharing
+from tracefile.read import read_rows
+from tracefile.revision import Kept, entry_of
+from tracefile.runs import Rows, SegmentRef, StoredRun
+from tracefile.shard_file import ShardFile
+from tracefile.store import make_build_directory, publish_error, publish_segment, write_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tracefile.metadata import SampleEntry
+    from tracefile.revision import Part
+    from tracefile.runs import TraceRef
+
+    Array = np.ndarray[Any, Any]
+
+
+class SegmentWriter:
+    """Writes the segments of one writer. Safe for threads.
+
+    Parameters
+    ----------
+    trace : TraceRef
+    config : ModelConfig
+    geometry : ChunkGeometry
+        Of long samples; a segment of short ones has smaller chunks.
+    codec : str
+    durable : bool
+    share_prefixes : bool
+        Whether rows that this writer wrote already are found at the beginning of other samples.
+    """
+
+    def __init__(
+        self,
+        trace: TraceRef,
+        config: ModelConfig,
+        geometry: ChunkGeometry,
+        codec: CodecName,
+        *,
+        durable: bool,
+        share_prefixes: bool,
+    ) -> None:
+        self._trace = trace
+        self._config = config
+        self._geometry = geometry
+        self._codec: CodecName = codec
+        self._durable = durable
+        self._prefixes = PrefixIndex(config, self._read) if share_prefixes else None
+        # Encoders that nobody is using: each has buffers, which two threads must not share.
+        self._encoders: deque[SampleEncoder] = deque()
+
+    def write(self, samples: Mapping[str, Sequence[Part]], weight_version: int | str | None = None) -> SegmentHeader:
+        """Publish a segment that lists ``samples``.
+
+        Raises
+        ------
+        ExpertIdError, PublishError
+        """
+        path, segment = self._trace.path, new_segment_id()
+        build = os.path.join(staging_path(path), segment)
+        sharing = Sharing(self._prefixes) if self._prefixes is not None else None
+        try:
+            shard_path = os.path.join(build, SHARD_NAME)
+            make_build_directory(path, os.path.dirname(shard_path))
+            begun = {sample: _BegunSample(parts, sharing) for sample, parts in samples.items()}
+            longest = max((each.longest for each in begun.values()), default=0)
+            with (
+                self._encoder_for(longest) as encoder,
+                ShardFile(shard_path, segment, encoder.geometry, self._config.num_layers, self._durable) as shard,
+            ):
+                entries = {
+                    sample: self._write_sample(sample, each, segment, encoder, shard, sharing)
+                    for sample, each in begun.items()
+                }
+            header = SegmentHeader(
+                segment,
+                self._trace.uuid,
+                self._config,
+                shard.rows,
+                encoder.geometry,
+                self._codec,
+                shard.nbytes,
+                entries,
+                {
+                    "host": socket.gethostname(),
+                    "pid": os.getpid(),
+                    "version": __version__,
+                    "created": time.time_ns() // 1000 / 1e6,
+                },
+                () if weight_version is None or not shard.rows else (WeightRange(0, shard.rows, weight_version),),
+            )
+            document = metadata.encode(metadata.segment_document(header))
+            write_file(os.path.join(build, METADATA_NAME), document, self._durable)
+            publish_segment(path, build, segment, durable=self._durable)
+        except BaseException as error:
+            shutil.rmtree(build, ignore_errors=True)
+            if isinstance(error, OSError) and not isinstance(error, PublishError):
+                raise publish_error(path, error) from error
+            raise
+        if sharing is not None:
+            sharing.commit()
+        return header
+
+    def close(self) -> None:
+        """Let the encoders' buffers go."""
+        self._encoders.clear()
+
+    @contextlib.contextmanager
+    def _encoder_for(self, longest: int) -> Iterator[SampleEncoder]:
+        geometry = self._geometry.fitted(longest)
+        try:
+            encoder = self._encoders.pop()
+        except IndexError:
+            encoder = None
+        if encoder is None or encoder.geometry != geometry:
+            encoder = SampleEncoder(self._config, geometry, self._codec)
+        yield encoder
+        self._encoders.append(encoder)
+
+    def _write_sample(
+        self,
+        sample: str,
+        begun: _BegunSample,
+        segment: str,
+        encoder: SampleEncoder,
+        shard: ShardFile,
+        sharing: Sharing | None,
+    ) -> SampleEntry:
+        begun.share_again()  # samples of this segment that came before it
+        kept: list[Kept] = []
+        rows = 0
+        for number, part in enumerate(begun.parts):
+            if isinstance(part, Kept):
+                kept.append(part)
+            elif len(part):
+                chain = begun.chain if number == begun.shared else None
+                start = shard.write_rows(len(part), encoder.chunks(part, sample, rows, chain))
+                kept.append(Kept(Span(segment, start, start + len(part)), tuple(encoder.missing)))
+            rows += len(part)
+        entry = entry_of(sample, kept)
+        if sharing is not None and begun.chain is not None:
+            sharing.note(entry, begun.given, begun.chain)
+        return entry
+
+    def _read(self, parts: Sequence[Kept]) -> Array:
+        runs = [StoredRun(SegmentRef(self._trace, p.span.segment), p.span.start, p.span.stop) for p in parts]
+        rows = Rows.of(runs)
+        layers = tuple(range(self._config.num_layers))
+        out = np.empty((len(layers), len(rows), self._config.top_k), self._config.dtype)
+        read_rows(rows, layers, self._config, out, keep=False)
+        return out.transpose(1, 0, 2)
+
+
+class _BegunSample:
+    """A sample's parts, of which the first, where it is new, may turn out to be shared with other samples.
+
+    Attributes
+    ----------
+    given, parts : list
+        What was given, and the same with the shared rows named instead.
+    shared : int
+        How many of ``parts`` are shared.
+    chain : PrefixChain or None
+        Of the rows that are shared.
+    """
+
+    def __init__(self, parts: Sequence[Part], sharing: Sharing | None) -> None:
+        self.given = self.parts = list(parts)
+        self.shared = 0
+        self.chain: PrefixChain | None = None
+        self._sharing = sharing
+        self.share_again()
+
+    @property
+    def longest(self) -> int:
+        return max((len(part) for part in self.parts if isinstance(part, np.ndarray)), default=0)
+
+    def share_again(self) -> None:
+        """Look for the longest prefix that is known by now."""
+        rows = self.given[0] if self.given else None
+        if self._sharing is not None and isinstance(rows, np.ndarray):
+            shared, self.chain = self._sharing.find(rows)
+            self.shared = len(shared)
+            self.parts = [*shared, rows[sum(map(len, shared)) :], *self.given[1:]]
