@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from support import random_routing
 
 import tracefile
+from tracefile.integrations.slime import read_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,3 +87,59 @@ def test_record_pop_forward_pop_backward(
         assert torch.equal(router.pop("backward"), expected[:, layer])
     with pytest.raises(tracefile.OptionError, match="stage must be forward or backward"):
         local[:, 0].materialize_for_routing_replay("record")  # type: ignore[attr-defined]
+
+
+class _Routers:
+    """What of slime's ``RoutingReplay`` the loader meets: the routers, and lazy resources that end with the step."""
+
+    def __init__(self, layers: int) -> None:
+        self.all_routing_replays = [_Recorded() for _ in range(layers)]
+        self.lazy_resources: list[Any] = []
+
+    def register_lazy_resource(self, resource: Any) -> None:
+        self.lazy_resources.append(resource)
+
+
+class _Recorded(Router):
+    @property
+    def top_indices_list(self) -> list[torch.Tensor]:
+        return self.recorded
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_reading_ahead_of_the_routers(path: str, rng: np.random.Generator, prefetch: int) -> None:
+    """What the learner hooks do: a pass for log-probabilities, a training pass, each chunk read once in each."""
+    arrays = [random_routing(rng, rows, LAYERS, TOP_K, EXPERTS) for rows in ROWS]
+    with tracefile.TraceWriter(path, num_layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS) as writer:
+        handles = [writer.append(str(i), array) for i, array in enumerate(arrays)]
+    routers = _Routers(LAYERS)
+    expected = []
+    for number in range(4):
+        local = zigzag_shard([handles[number], handles[number - 1]], 2, 0, 4, 1)
+        for layer, router in enumerate(routers.all_routing_replays):
+            router.record(local[:, layer])
+        eager = [torch.from_numpy(arrays[number]), torch.from_numpy(arrays[number - 1])]
+        expected.append(zigzag_shard(eager, 2, 0, 4, 1))
+    before = tracefile.process_stats()
+    loader = read_ahead(routers, "forward", prefetch=prefetch)
+    assert loader is not None
+    assert routers.lazy_resources == [loader]
+    for number in range(4):
+        for layer, router in enumerate(routers.all_routing_replays):
+            assert torch.equal(router.pop("forward"), expected[number][:, layer])
+    middle = tracefile.process_stats()
+    for router in routers.all_routing_replays:
+        router.popped["forward"] = 0
+    assert read_ahead(routers, "backward") is loader
+    for number in range(4):
+        for layer, router in enumerate(routers.all_routing_replays):
+            assert torch.equal(router.pop("forward"), expected[number][:, layer])
+        for layer, router in reversed([*enumerate(routers.all_routing_replays)]):
+            assert torch.equal(router.pop("backward"), expected[number][:, layer])
+    after = tracefile.process_stats()
+    assert middle.chunks_decoded > before.chunks_decoded
+    assert after.chunks_decoded - middle.chunks_decoded <= middle.chunks_decoded - before.chunks_decoded
+    loader.close()
+    eager_routers = _Routers(1)
+    eager_routers.all_routing_replays[0].record(expected[0][:, 0])
+    assert read_ahead(eager_routers, "forward") is None

@@ -115,9 +115,9 @@ class LazyRoutedExperts(torch.Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            kind = type(result)
-            if kind is LazyRoutedExperts:
+            if isinstance(result, LazyRoutedExperts):
                 return _unlinked(result)
+            kind = type(result)
             return kind(map(_unlinked, result)) if kind is tuple or kind is list else result
 
     @classmethod
@@ -335,7 +335,7 @@ def _count(number: int, noun: str) -> str:
 
 def _unlinked(value: Any) -> Any:
     """A lazy tensor without autograd's link to the tensor that it was sliced from, whose padding that would pin."""
-    if type(value) is LazyRoutedExperts and value._is_view():
+    if isinstance(value, LazyRoutedExperts) and value._is_view():
         return value.with_selection(value.selection)
     return value
 

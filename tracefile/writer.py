@@ -12,6 +12,8 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch
+
 from tracefile.append_queue import AppendQueue
 from tracefile.encode import as_rows
 from tracefile.errors import (
@@ -262,6 +264,8 @@ class TraceWriter:
                 parts = parts_of_rows(selection.rows, self._ref.uuid, *size)
                 if parts is not None:
                     return parts
+            # Of another trace: read, with what was never captured as -1, whatever rendering its reader chose.
+            routed_experts = routed_experts.filled("minus_one").materialize(device="cpu", dtype=torch.int32)
         return [as_rows(routed_experts, self.config, sample_id)]
 
     def _continued(
@@ -274,7 +278,7 @@ class TraceWriter:
         if gap not in ("error", "missing"):
             raise OptionError(f"gap must be error or missing, not {gap!r}")
         try:
-            old = parts_of_entry(self._newest(sample_id)) if start or keep == "first" else []
+            old = parts_of_entry(self._newest(sample_id))
         except SampleNotFoundError:
             old = []
         rows = count_rows(old)
