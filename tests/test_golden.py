@@ -58,7 +58,7 @@ def write_golden(directory: str) -> None:
             path = os.path.join(directory, f"{name}.trace")
             for number, (codec, samples) in enumerate(SEGMENTS):
                 with tracefile.TraceWriter(
-                    path, **config, codec=codec, layers_per_chunk=2, rows_per_chunk=64
+                    path, **config, codec=codec, layers_per_chunk=2, rows_per_chunk=64, validate="off"
                 ) as writer:
                     writer.append_many(
                         (sample, golden_ids(name, sample, rows, number)) for sample, rows in samples.items()

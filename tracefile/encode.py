@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tracefile.prefixes import PrefixChain
+    from tracefile.validate import CaptureCheck
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -76,13 +77,18 @@ class SampleEncoder:
 
     Attributes
     ----------
+    check : CaptureCheck or None
+        Sees every block of rows on its way.
     missing : list of (int, int)
         After :meth:`chunks` is exhausted: ranges, within what it was given, of rows that came as all -1, which were
         never captured.
     """
 
-    def __init__(self, config: ModelConfig, geometry: ChunkGeometry, codec: CodecName) -> None:
+    def __init__(
+        self, config: ModelConfig, geometry: ChunkGeometry, codec: CodecName, check: CaptureCheck | None = None
+    ) -> None:
         self.config = config
+        self.check = check
         self.geometry = geometry
         self._blosc = CODECS[codec]
         shape = (geometry.rows_per_chunk, config.num_layers, config.top_k)
@@ -118,7 +124,9 @@ class SampleEncoder:
         for first in range(0, len(rows), per_chunk):
             block = rows[first : first + per_chunk]
             count = len(block)
-            self._narrow_block(block, first, sample, first_row)
+            captured = self._narrow_block(block, first, sample, first_row)
+            if self.check is not None:
+                self.check.block(self._narrow[:count], first_row + first, captured)
             if chain is not None:
                 if self.missing:
                     chain.end()
@@ -134,16 +142,19 @@ class SampleEncoder:
                 )
                 yield EncodedChunk(number, *encode_chunk(self._chunk, self._blosc))
 
-    def _narrow_block(self, block: Array, first: int, sample: str, first_row: int) -> None:
+    def _narrow_block(self, block: Array, first: int, sample: str, first_row: int) -> Array | None:
+        """Which rows were captured; ``None``: all."""
         narrow = self._narrow[: len(block)]
         np.copyto(narrow, block, casting="unsafe")
-        if not self._in_range(block):
-            captured = self._note_missing(block, first)
-            wrong = ((block < 0) | (block >= self.config.num_experts)) & captured[:, None, None]
-            if wrong.any():
-                token, layer, slot = np.argwhere(wrong)[0].tolist()
-                raise self._bad_id(int(block[token, layer, slot]), first_row + first + token, layer, sample)
-            narrow[~captured] = self.config.fill_value
+        if self._in_range(block):
+            return None
+        captured = self._note_missing(block, first)
+        wrong = ((block < 0) | (block >= self.config.num_experts)) & captured[:, None, None]
+        if wrong.any():
+            token, layer, slot = np.argwhere(wrong)[0].tolist()
+            raise self._bad_id(int(block[token, layer, slot]), first_row + first + token, layer, sample)
+        narrow[~captured] = self.config.fill_value
+        return captured
 
     def _in_range(self, block: Array) -> bool:
         if block.size == 0 or (block.dtype == np.uint8 and self.config.num_experts >= 256):

@@ -3,8 +3,9 @@
 A commit is a rename into ``segments/``. Linux reports it to who watches that directory (inotify), through the
 library inotify_simple where it is installed (the extra ``follow``). A watch sees what this host does and not what
 others do on a file system that they share, and its queue can overflow; so looking at intervals goes on beside it:
-once a second, and where there is no watch, or one that cannot be trusted, every 5 to 50 ms. The watch is there
-before the first look, so that no commit falls between the two. No thread is started, here or by the library.
+once a second, and where there is no watch, or one that cannot be trusted, every 5 to 50 ms. On a local file system
+that is one ``stat`` as long as nothing changes. The watch is there before the first look, so that no commit falls
+between the two. No thread is started, here or by the library.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
 POLL_SECONDS = (0.005, 0.05)
 #: Seconds between looks beside a trusted watch.
 WATCHED_POLL_SECONDS = 1.0
-#: Looking takes at most one part in so many of the time, however many segments there are to list.
+#: Looking in vain takes at most one part in so many of a core, however many segments there are to list.
 _COST_FACTOR = 10
+#: No local file system's clock is coarser: a directory's time may not show the second of two changes that are closer.
+_CLOCK_RESOLUTION_NS = 2_000_000_000
 #: How long nobody asks whether the trace was closed or the caller wants to stop.
 _SLICE_SECONDS = 0.05
 
@@ -74,14 +77,20 @@ class Watcher:
         self._between = POLL_SECONDS
         self._pause = 0.0
         self._due = 0.0
+        self._shared = True
+        # The directory's time before it is listed, and before it was: only if a later change must show another.
+        self._time: int | None = None
+        self._listed_time: int | None = None
 
     def _start(self) -> None:
         self.close()
-        self._pid = os.getpid()
         self._inotify = _watch(self._directory)
-        trusted = self._inotify is not None and not _is_shared(self._directory)
+        self._shared = _is_shared(self._directory)
+        self._listed_time = None
+        trusted = self._inotify is not None and not self._shared
         self._between = (WATCHED_POLL_SECONDS, WATCHED_POLL_SECONDS) if trusted else POLL_SECONDS
-        self._pause = self._between[0]
+        self._pause = 0.0
+        self._pid = os.getpid()
 
     def wait(self, seconds: float) -> list[str] | None:
         """Wait for news.
@@ -94,6 +103,7 @@ class Watcher:
         """
         if self._pid != os.getpid():  # after a fork, too: events that a child takes are lost to its parent
             self._start()
+            self._may_have_changed()
             return None
         pause = max(0.0, min(seconds, self._due - time.monotonic()))
         names: list[str] = []
@@ -102,16 +112,50 @@ class Watcher:
         else:
             names = [event.name for event in self._inotify.read(timeout=math.ceil(pause * 1000))]
             if "" in names:  # it is about the watch: too many events, or the directory is gone
-                self._start()
-                return None
-        return None if time.monotonic() >= self._due else names
+                self._pid = 0
+                return self.wait(0)
+        if time.monotonic() < self._due:
+            return names
+        if self._may_have_changed():
+            return None
+        self._schedule(0.0)
+        return names
 
-    def listed(self, started: float, news: bool) -> None:
-        """The directory was listed since ``started``, with or without news: decides when that is due again."""
+    def _may_have_changed(self) -> bool:
+        """Whether the directory must be listed; to be followed by that."""
+        if self._shared:
+            return True  # what a host knows of a directory's time may be old
+        self._time = None
+        try:
+            modified = os.stat(self._directory).st_mtime_ns
+        except OSError:
+            return True
+        if time.time_ns() - modified > _CLOCK_RESOLUTION_NS:
+            self._time = modified
+        return modified != self._listed_time
+
+    def listed(self, cost: float, *, news: bool, whole: bool) -> None:
+        """The directory was listed.
+
+        Parameters
+        ----------
+        cost : float
+            The processor time that it took, in seconds.
+        news : bool
+            Whether there was something new: if so, there may soon be more.
+        whole : bool
+            Whether all was well: if not, list it again, whether it changes or not.
+        """
+        self._listed_time = self._time if whole else None
+        if news:
+            self._pause, cost = 0.0, 0.0
+        self._schedule(cost)
+
+    def _schedule(self, cost: float) -> None:
+        """Decide when to look again."""
         shortest, longest = self._between
-        self._pause = shortest if news else min(2 * self._pause, longest)
-        now = time.monotonic()
-        self._due = now + max(self._pause, _COST_FACTOR * (now - started))
+        self._pause = min(max(shortest, 2 * self._pause), longest)
+        self._due = time.monotonic() + max(self._pause, _COST_FACTOR * cost)
 
     def close(self) -> None:
         """Let go of the watch; waiting again would start another."""
@@ -156,11 +200,11 @@ def looks(trace: Trace, watcher: Watcher, timeout: float | None) -> Iterator[Map
             names = None
         damaged: Mapping[str, Exception] = {}
         if names is None or names:
-            started = time.monotonic()
-            before = len(trace.segments)
+            before, started = len(trace.segments), time.thread_time()
             damaged = trace._look(names)
             if names is None:
-                watcher.listed(started, len(trace.segments) > before)
+                cost, news = time.thread_time() - started, len(trace.segments) > before
+                watcher.listed(cost, news=news, whole=not trace._damaged_since)
         yield damaged
 
 

@@ -82,6 +82,7 @@ class SegmentHeader:
     samples: dict[str, SampleEntry]
     writer: dict[str, Any] = field(default_factory=dict)
     weight_versions: tuple[WeightRange, ...] = ()
+    findings: tuple[dict[str, Any], ...] = ()  # signs of a bad capture, as CaptureFinding.as_json gives them
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -267,7 +268,11 @@ def segment_document(header: SegmentHeader) -> dict[str, Any]:
         if entry.missing:
             item.append([list(r) for r in entry.missing])
         samples.append(item)
-    versions = {"weight_versions": [list(each) for each in header.weight_versions]} if header.weight_versions else {}
+    optional: dict[str, Any] = {}
+    if header.weight_versions:
+        optional["weight_versions"] = [list(each) for each in header.weight_versions]
+    if header.findings:
+        optional["findings"] = list(header.findings)
     return sealed(
         {
             "zarr_format": 3,
@@ -285,7 +290,7 @@ def segment_document(header: SegmentHeader) -> dict[str, Any]:
                     "writer": header.writer,
                     "references": references,
                     "samples": samples,
-                    **versions,
+                    **optional,
                 }
             },
         }
@@ -345,6 +350,7 @@ def parse_segment_header(raw: bytes, trace: TraceHeader, segment: str, where: st
         samples,
         writer,
         versions,
+        tuple(ours.get("findings", ())),
     )
 
 

@@ -32,6 +32,7 @@ from tracefile.revision import Kept, entry_of
 from tracefile.runs import Rows, SegmentRef, StoredRun
 from tracefile.shard_file import ShardFile
 from tracefile.store import make_build_directory, publish_error, publish_segment, write_file
+from tracefile.validate import CaptureCheck, ValidateMode, capture_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from tracefile.metadata import SampleEntry
     from tracefile.revision import Part
     from tracefile.runs import TraceRef
+    from tracefile.validate import CaptureFinding
 
     Array = np.ndarray[Any, Any]
 
@@ -56,6 +58,9 @@ class SegmentWriter:
     durable : bool
     share_prefixes : bool
         Whether rows that this writer wrote already are found at the beginning of other samples.
+    validate : {"strict", "warn", "off"}
+    dense_layers : sequence of int, optional
+        See :class:`~tracefile.validate.CaptureCheck`.
     """
 
     def __init__(
@@ -67,22 +72,35 @@ class SegmentWriter:
         *,
         durable: bool,
         share_prefixes: bool,
+        validate: ValidateMode,
+        dense_layers: Sequence[int] | None,
     ) -> None:
         self._trace = trace
         self._config = config
         self._geometry = geometry
         self._codec: CodecName = codec
         self._durable = durable
+        self._validate: ValidateMode = validate
+        self._dense_layers = dense_layers
+        self._new_check()  # what is wrong with its options is said here and now
         self._prefixes = PrefixIndex(config, self._read) if share_prefixes else None
         # Encoders that nobody is using: each has buffers, which two threads must not share.
         self._encoders: deque[SampleEncoder] = deque()
 
-    def write(self, samples: Mapping[str, Sequence[Part]], weight_version: int | str | None = None) -> SegmentHeader:
-        """Publish a segment that lists ``samples``.
+    def _new_check(self) -> CaptureCheck | None:
+        return None if self._validate == "off" else CaptureCheck(self._config, dense_layers=self._dense_layers)
+
+    def write(
+        self,
+        samples: Mapping[str, Sequence[Part]],
+        weight_version: int | str | None = None,
+        num_tokens: int | None = None,
+    ) -> SegmentHeader:
+        """Publish a segment that lists ``samples``, each of ``num_tokens`` tokens, if that is said.
 
         Raises
         ------
-        ExpertIdError, PublishError
+        ExpertIdError, CaptureError, PublishError
         """
         path, segment = self._trace.path, new_segment_id()
         build = os.path.join(staging_path(path), segment)
@@ -96,10 +114,17 @@ class SegmentWriter:
                 self._encoder_for(longest) as encoder,
                 ShardFile(shard_path, segment, encoder.geometry, self._config.num_layers, self._durable) as shard,
             ):
-                entries = {
-                    sample: self._write_sample(sample, each, segment, encoder, shard, sharing)
-                    for sample, each in begun.items()
-                }
+                entries = {}
+                findings: list[CaptureFinding] = []
+                for sample, each in begun.items():
+                    if encoder.check is not None:
+                        encoder.check.begin(sample)
+                    entries[sample] = entry = self._write_sample(sample, each, segment, encoder, shard, sharing)
+                    if encoder.check is not None:
+                        found = encoder.check.finish(num_tokens=num_tokens, rows=entry.rows)
+                        if found and self._validate == "strict":
+                            raise capture_error(found)
+                        findings += found
             header = SegmentHeader(
                 segment,
                 self._trace.uuid,
@@ -116,6 +141,7 @@ class SegmentWriter:
                     "created": time.time_ns() // 1000 / 1e6,
                 },
                 () if weight_version is None or not shard.rows else (WeightRange(0, shard.rows, weight_version),),
+                tuple(finding.as_json() for finding in findings),
             )
             document = metadata.encode(metadata.segment_document(header))
             write_file(os.path.join(build, METADATA_NAME), document, self._durable)
@@ -141,7 +167,7 @@ class SegmentWriter:
         except IndexError:
             encoder = None
         if encoder is None or encoder.geometry != geometry:
-            encoder = SampleEncoder(self._config, geometry, self._codec)
+            encoder = SampleEncoder(self._config, geometry, self._codec, self._new_check())
         yield encoder
         self._encoders.append(encoder)
 

@@ -17,6 +17,7 @@ from tracefile.format import METADATA_NAME, SHARD_NAME, segment_path
 from tracefile.runs import TraceRef
 from tracefile.store import segment_pool, unfinished
 from tracefile.survey import absence, count_rows
+from tracefile.validate import CaptureFinding
 
 if TYPE_CHECKING:
     from tracefile.metadata import SampleEntry, SegmentHeader
@@ -88,6 +89,8 @@ class TraceFacts:
     ----------
     rows, missing_rows : int
         Over the newest revision of every sample. Missing rows were never captured.
+    rows_seen, rows_stored : int
+        Rows of all revisions of all samples, as they were appended, and the rows that are stored for them.
     superseded : int
         Older revisions of samples.
     unreachable_rows : int
@@ -96,6 +99,8 @@ class TraceFacts:
         ``rows`` as int32 and in the stored width, before compression; shard files and documents as they are.
     damaged : dict of str to str
         Segments that are visibly damaged, and why.
+    findings : list of CaptureFinding
+        Signs of a bad capture that the writers recorded, of the newest revisions.
     """
 
     path: str
@@ -106,6 +111,7 @@ class TraceFacts:
     missing_rows: int
     lengths: LengthFacts | None
     segments: int
+    rows_seen: int
     rows_stored: int
     superseded: int
     unreachable_rows: int
@@ -119,6 +125,7 @@ class TraceFacts:
     unfinished: list[str]
     damaged: dict[str, str]
     vanished: list[str]
+    findings: list[CaptureFinding]
 
     @property
     def ratio(self) -> float | None:
@@ -137,6 +144,7 @@ class TraceFacts:
             "samples_with_missing_rows": sum(sample.missing_rows > 0 for sample in self.samples),
             "lengths": None if self.lengths is None else asdict(self.lengths),
             "segments": self.segments,
+            "rows_seen": self.rows_seen,
             "rows_stored": self.rows_stored,
             "superseded": {"revisions": self.superseded, "unreachable_rows": self.unreachable_rows},
             "bytes": {
@@ -152,8 +160,20 @@ class TraceFacts:
             "unfinished": self.unfinished,
             "damaged": [{"segment": segment, "message": why} for segment, why in sorted(self.damaged.items())],
             "vanished": self.vanished,
+            "findings": [finding.as_json() for finding in self.findings],
             **({"sample_list": [asdict(sample) for sample in self.samples]} if list_samples else {}),
         }
+
+
+def capture_findings(survey: Survey) -> list[CaptureFinding]:
+    """The signs of a bad capture that writers recorded of the newest revision of every sample."""
+    newest = survey.samples()
+    return [
+        CaptureFinding.from_json(finding)
+        for segment, header in survey.segments.items()
+        for finding in header.findings
+        if finding["sample"] in newest and newest[finding["sample"]].listed_in == segment
+    ]
 
 
 def own_rows(header: SegmentHeader) -> int:
@@ -191,6 +211,7 @@ def summarize(survey: Survey) -> TraceFacts:
         missing_rows=sum(sample.missing_rows for sample in samples),
         lengths=length_facts([sample.rows for sample in samples]),
         segments=len(survey.segments) + len(survey.damaged),
+        rows_seen=sum(revision.entry.rows for revision in survey.revisions()),
         rows_stored=sum(map(own_rows, survey.segments.values())),
         superseded=superseded,
         unreachable_rows=unreachable,
@@ -204,6 +225,7 @@ def summarize(survey: Survey) -> TraceFacts:
         unfinished=list(unfinished(survey.path)),
         damaged=damaged,
         vanished=vanished,
+        findings=capture_findings(survey),
     )
 
 

@@ -32,6 +32,7 @@ from tracefile.segment_writer import SegmentWriter
 from tracefile.source import check_source_kind
 from tracefile.store import create_trace, remove_staging_if_empty
 from tracefile.trace import Trace
+from tracefile.validate import check_validate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -65,6 +66,11 @@ class TraceWriter:
     share_prefixes : bool
         Whether a sample that begins with rows that this writer wrote already (a group's prompt, a session's earlier
         turns) names those instead of storing them again.
+    validate : {"warn", "strict", "off"}
+        What to do about signs of a bad capture, which :mod:`tracefile.validate` lists: record them where ``tracefile
+        inspect`` shows them, refuse the sample, or not look. Ids outside ``[0, num_experts)`` are always refused.
+    dense_layers : sequence of int, optional
+        Global ids of layers that are no MoE layers, and zero in every row. Default: leading ones that are.
     async_threads : int
         How many appends of coroutines are carried out at once. With one, the default, in the order of the calls;
         more are for file systems that take long to answer.
@@ -99,6 +105,8 @@ class TraceWriter:
         rows_per_chunk: int | None = None,
         source: str = "auto",
         share_prefixes: bool = True,
+        validate: str = "warn",
+        dense_layers: Sequence[int] | None = None,
         async_threads: int = 1,
     ) -> None:
         self._closed = True
@@ -122,7 +130,14 @@ class TraceWriter:
         header = create_trace(self.path, self.config, durable=durable)
         self._ref = TraceRef(self.path, header.uuid, kind)
         self._segments = SegmentWriter(
-            self._ref, self.config, self.geometry, self.codec, durable=durable, share_prefixes=share_prefixes
+            self._ref,
+            self.config,
+            self.geometry,
+            self.codec,
+            durable=durable,
+            share_prefixes=share_prefixes,
+            validate=check_validate(validate),
+            dense_layers=dense_layers,
         )
         self._trace: Trace | None = None  # what all writers have committed, once that is asked for
         self._lock = threading.Lock()
@@ -138,6 +153,7 @@ class TraceWriter:
         keep: Keep = "last",
         gap: Literal["error", "missing"] = "error",
         weight_version: int | str | None = None,
+        num_tokens: int | None = None,
     ) -> LazyRoutedExperts:
         """Write one sample, or continue one; when this returns, it is committed.
 
@@ -175,6 +191,8 @@ class TraceWriter:
         ------
         ExpertIdError
             An id lies outside ``[0, num_experts)``. Nothing is written.
+        CaptureError
+            There are signs of a bad capture, and ``validate="strict"``. Nothing is written.
         SampleGapError
             ``start`` lies beyond the end. Nothing is written.
         RoutedExpertsTypeError, RoutedExpertsShapeError, SampleIdError, OptionError, ClosedError
@@ -196,7 +214,7 @@ class TraceWriter:
         parts = self._parts(sample_id, routed_experts)
         if start is not None:
             parts = self._continued(sample_id, parts, start, keep, gap)
-        return self._write({sample_id: parts}, weight_version)[0]
+        return self._write({sample_id: parts}, weight_version, num_tokens)[0]
 
     def append_many(
         self, samples: Iterable[tuple[str, Any]], *, weight_version: int | str | None = None
@@ -304,12 +322,14 @@ class TraceWriter:
                 self._trace.refresh()
             return self._trace.entry(sample_id)
 
-    def _write(self, samples: dict[str, list[Part]], weight_version: int | str | None) -> list[LazyRoutedExperts]:
+    def _write(
+        self, samples: dict[str, list[Part]], weight_version: int | str | None, num_tokens: int | None = None
+    ) -> list[LazyRoutedExperts]:
         if weight_version is not None and (
             isinstance(weight_version, bool) or not isinstance(weight_version, int | str)
         ):
             raise OptionError(f"weight_version must be an integer or a string, not {weight_version!r}")
-        header = self._segments.write(samples, weight_version)
+        header = self._segments.write(samples, weight_version, num_tokens)
         return [
             LazyRoutedExperts.from_rows(Rows.of_sample(entry, self._ref), self.config)
             for entry in header.samples.values()

@@ -78,6 +78,14 @@ def overview(console: Console, facts: TraceFacts) -> None:
             f"{count(facts.superseded, 'older revision')} of samples;"
             f" {count(facts.unreachable_rows, 'stored row')} that no sample reaches any more",
         )
+    shared = facts.rows_seen - facts.rows_stored
+    if shared > 0:
+        sheet.add(
+            "shared",
+            f"{count(facts.rows_seen, 'row')} appended, {facts.rows_stored:,} stored: sharing saves"
+            f" {shared / facts.rows_seen:.0%}",
+        )
+    _findings(sheet, facts)
     if facts.bytes_stored:
         narrower = facts.bytes_narrow / facts.bytes_stored
         sheet.add(
@@ -110,6 +118,22 @@ def overview(console: Console, facts: TraceFacts) -> None:
         console.print(_writers(facts.writers[:_MOST_WRITERS]))
         if len(facts.writers) > _MOST_WRITERS:
             console.print(Text(f"and {count(len(facts.writers) - _MOST_WRITERS, 'other')}", "dim"))
+
+
+def _findings(sheet: _Sheet, facts: TraceFacts) -> None:
+    """Signs of a bad capture, a line for each kind."""
+    kinds = dict.fromkeys(finding.kind for finding in facts.findings)
+    for number, kind in enumerate(kinds):
+        found = [finding for finding in facts.findings if finding.kind == kind]
+        layers = sorted({layer for finding in found for layer in finding.layers})
+        sheet.add(
+            "" if number else "findings",
+            Text(
+                f"{printable(kind)} in {count(len(found), 'sample')} ({count(sum(f.count for f in found), 'row')})"
+                + (f", layers {id_ranges(layers)}" if layers else ""),
+                "yellow",
+            ),
+        )
 
 
 def _lengths(sheet: _Sheet, facts: TraceFacts) -> None:
@@ -193,6 +217,8 @@ def sample(console: Console, facts: TraceFacts, survey: Survey, chosen: Revision
         sheet.add(
             "superseded", f"{count(len(older), 'older revision')}, of {', '.join(f'{n:,}' for _, n in older)} rows"
         )
+    for number, finding in enumerate(finding for finding in facts.findings if finding.sample == entry.id):
+        sheet.add("" if number else "findings", Text(printable(finding.message), "yellow"))
     sheet.print()
     _title(console, "Spans")
     if not spans:
