@@ -128,9 +128,9 @@ class SampleEncoder:
             if self.check is not None:
                 self.check.block(self._narrow[:count], first_row + first, captured)
             if chain is not None:
-                if self.missing:
+                chain.update(self._narrow[: count if captured is None else self.missing[0][0] - first])
+                if captured is not None:
                     chain.end()
-                chain.update(self._narrow[:count])
             for number in range(geometry.layer_chunks(config.num_layers)):
                 layer = number * layers_per_chunk
                 present = min(layers_per_chunk, config.num_layers - layer)

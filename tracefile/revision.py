@@ -131,9 +131,8 @@ def revise(old: Sequence[Part], new: Sequence[Part], start: int, keep: Keep) -> 
     old_wins = captured(cut(old, start, both))
     if keep == "last":
         old_wins &= ~captured(cut(new, 0, both - start))
-    for first, last, is_old in _runs(old_wins):
+    for first, last, is_old in _runs(np.concatenate([old_wins, np.zeros(continued - both, bool)])):
         parts += cut(old, start + first, start + last) if is_old else cut(new, first, last)
-    parts += cut(new, both - start, continued - start)
     if keep == "first":
         parts += cut(old, both, before)
     return parts
