@@ -2,10 +2,13 @@
 
     .venv/bin/python tools/bench/write.py
 
-One sample of about 32k tokens is narrowed, encoded and committed. The limit does each necessary thing once, in
-large steps: narrow, copy transposed into chunks, compress, write; it checks no ids, no sums, writes no index and
-commits nothing. zarr-python and tensorstore write the same array with the same chunks and codecs; ``np.save``
-writes the int32 ids as they are. All end in the page cache; what was written is read back and compared.
+One sample of about 32k tokens is narrowed, encoded and committed. By default a writer also looks for signs of a bad
+capture, and for prefixes that it has written already, of which there are none here: these are rows of their own.
+
+The limit does each necessary thing once, in large steps: narrow, copy transposed into chunks, compress, write; it
+checks no ids, no sums, writes no index and commits nothing. zarr-python and tensorstore write the same array with the
+same chunks and codecs; ``np.save`` writes the int32 ids as they are. All end in the page cache; what was written is
+read back and compared.
 """
 
 from __future__ import annotations
@@ -146,10 +149,21 @@ def bench(directory: str, shape: ModelShape, codec: str, rounds: int) -> None:
     def fresh(name: str) -> str:
         return os.path.join(directory, f"{name}-{next(number)}")
 
-    writer = tracefile.TraceWriter(os.path.join(directory, "t.trace"), **shape.options, codec=codec)
+    path = os.path.join(directory, "t.trace")
+    options: dict[str, Any] = {**shape.options, "codec": codec}
+    bare = tracefile.TraceWriter(path, **options, share_prefixes=False, validate="off")
+    not_sharing = tracefile.TraceWriter(path, **options, share_prefixes=False)
+    writer = tracefile.TraceWriter(path, **options)
+
+    def append(writer: tracefile.TraceWriter) -> None:
+        ids[0] = (ids[0] + 1) % shape.num_experts  # another first row each time: nothing is shared
+        writer.append(f"sample-{next(number)}", ids)
+
     contenders: dict[str, Callable[[], Any]] = {
         "limit": lambda: write_limit(fresh("limit"), ids, config, codec),
-        "tracefile": lambda: writer.append(f"sample-{next(number)}", ids),
+        "tracefile": lambda: append(bare),
+        "tracefile, validating": lambda: append(not_sharing),
+        "tracefile, validating, looking for prefixes": lambda: append(writer),
         "tensorstore": lambda: write_tensorstore(fresh("tensorstore"), ids, config, codec),
         "zarr-python": lambda: write_zarr(fresh("zarr"), ids, config, codec),
         "np.save, int32": lambda: np.save(fresh("npy") + ".npy", ids),
@@ -172,7 +186,8 @@ def bench(directory: str, shape: ModelShape, codec: str, rounds: int) -> None:
             f"{timing.times(timings['tracefile']):.2f}",
         )
     console.print(table)
-    writer.close()
+    for each in (bare, not_sharing, writer):
+        each.close()
 
 
 def main() -> None:
