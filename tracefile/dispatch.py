@@ -174,7 +174,7 @@ def _is_id_dtype(dtype: torch.dtype) -> bool:
 
 
 @_handles(aten.cat.default)
-def _cat(cls: type[LazyRoutedExperts], tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+def cat(cls: type[LazyRoutedExperts], tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     tensors = [t for t in tensors if t.shape != (0,)]  # torch ignores these, whatever the other shapes
     lazies = [t for t in tensors if isinstance(t, cls)]
     if not lazies:
@@ -209,11 +209,11 @@ def _stack(cls: type[LazyRoutedExperts], tensors: Sequence[torch.Tensor], dim: i
     if any(t.shape != tensors[0].shape for t in tensors):
         return NotImplemented
     dim = dim + tensors[0].dim() + 1 if dim < 0 else dim
-    return _cat(cls, [t.unsqueeze(dim) for t in tensors], dim)
+    return cat(cls, [t.unsqueeze(dim) for t in tensors], dim)
 
 
 @_handles(aten.constant_pad_nd.default)
-def _pad(cls: type[LazyRoutedExperts], x: LazyRoutedExperts, pad: Sequence[int], value: float = 0) -> Any:
+def constant_pad(cls: type[LazyRoutedExperts], x: LazyRoutedExperts, pad: Sequence[int], value: float = 0) -> Any:
     if len(pad) % 2 or len(pad) > 2 * x.dim() or value != int(value):
         return NotImplemented
     info = torch.iinfo(x.dtype)

@@ -19,6 +19,7 @@ from tracefile.errors import (
     OptionError,
 )
 from tracefile.format import ModelConfig
+from tracefile.functions import shortcut
 from tracefile.materialize import holds, materialize, materialize_into, widened
 from tracefile.runs import Rows, check_fill, decode_rows, encode_rows
 from tracefile.schedule import check_stage
@@ -113,6 +114,9 @@ class LazyRoutedExperts(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        result = shortcut(LazyRoutedExperts, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if isinstance(result, LazyRoutedExperts):
@@ -138,6 +142,13 @@ class LazyRoutedExperts(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self._device
+
+    def dim(self) -> int:
+        return len(self.selection.shape)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self.selection.shape)
 
     def __len__(self) -> int:
         shape = self.selection.shape

@@ -8,6 +8,7 @@ kept compact and cut with the slice, so that a selection never pins more than it
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from bisect import bisect_right
@@ -160,6 +161,7 @@ _BOUNDS = {
 }
 
 
+@functools.lru_cache(maxsize=1024)
 def narrowest_dtype(low: int, high: int, stored: np.dtype[Any]) -> np.dtype[Any]:
     """The stored dtype if it holds ``[low, high]``, else the narrowest signed dtype that does."""
     for name in (stored.name, "int8", "int16", "int32", "int64"):
