@@ -63,7 +63,7 @@ class ShardSpec:
         Tensor parallel ranks that split the local buffer (sequence parallelism); 1 where they do not.
     sample_multiple : int, optional
         Zigzag: what each sample is padded to a multiple of. Default ``2 * cp_size`` (slime), or 1 without context
-        parallelism; verl and SkyRL use ``2 * cp_size * tp_size``.
+        parallelism; verl and SkyRL use ``2 * cp_size * tp_size`` (verl 0.9: ``tp_size`` without context parallelism).
     buffer_multiple : int
         What a rank's buffer is padded to a multiple of, before tensor parallel ranks split it; a multiple of
         ``tp_size``. slime: tensor parallel size times ``data_pad_size_multiplier``. Default ``tp_size``.
