@@ -96,7 +96,7 @@ _LIMITED = """
 import resource, sys, torch, tracefile
 torch.set_num_threads(1)
 trace = tracefile.open(sys.argv[1])
-trace["s000"][:8].materialize()  # whatever starts with the first read has started
+trace["s000"].split(8)[0].materialize()  # whatever starts with the first operation and read has started
 with open("/proc/self/status") as status:
     held = next(int(line.split()[1]) for line in status if line.startswith("VmData")) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (held + 64 * 2**20,) * 2)
