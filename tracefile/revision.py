@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from tracefile.errors import OptionError
 from tracefile.metadata import SampleEntry, Span
 from tracefile.runs import MissingRun, PaddingRun, StoredRun
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Keep = Literal["last", "first"]
+Gap = Literal["error", "missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,20 @@ def captured(parts: Sequence[Part]) -> Array:
             mask = ~(part == -1).all(axis=(1, 2))
         masks.append(mask)
     return np.concatenate(masks)
+
+
+def check_continuation(start: object, keep: str, gap: str) -> None:
+    """Check how a sample is to be continued.
+
+    Raises
+    ------
+    OptionError
+    """
+    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        raise OptionError(f"start must be an integer of at least 0, not {start!r}")
+    for name, value, choices in (("keep", keep, get_args(Keep)), ("gap", gap, get_args(Gap))):
+        if value not in choices:
+            raise OptionError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def revise(old: Sequence[Part], new: Sequence[Part], start: int, keep: Keep) -> list[Part]:

@@ -50,6 +50,9 @@ class RowRange(NamedTuple):
 class ShardSpec:
     """Where one rank stands in the parallel layout.
 
+    Made by hand, from a device mesh, or from what a framework knows: :func:`tracefile.integrations.megatron.shard_spec`
+    and :func:`tracefile.integrations.verl.shard_spec`.
+
     Parameters
     ----------
     cp_size, cp_rank : int

@@ -7,10 +7,8 @@ without knowing of each other. What ``append`` returns is committed: visible to 
 from __future__ import annotations
 
 import os
-import threading
-import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,19 +24,28 @@ from tracefile.errors import (
 )
 from tracefile.format import DEFAULT_CODEC, MAX_CHUNK_BYTES, ChunkGeometry, ModelConfig, check_codec, default_geometry
 from tracefile.lazy import LazyRoutedExperts
-from tracefile.revision import Keep, Part, count_rows, cut, missing_rows, parts_of_entry, parts_of_rows, revise
+from tracefile.newest import NewestRevisions
+from tracefile.revision import (
+    Gap,
+    Keep,
+    Part,
+    check_continuation,
+    count_rows,
+    cut,
+    missing_rows,
+    parts_of_entry,
+    parts_of_rows,
+    revise,
+)
 from tracefile.runs import Rows, TraceRef
 from tracefile.segment_writer import SegmentWriter
 from tracefile.source import check_source_kind
 from tracefile.store import create_trace, remove_staging_if_empty
-from tracefile.trace import Trace
 from tracefile.validate import check_validate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from types import TracebackType
-
-    from tracefile.metadata import SampleEntry
 
 
 class TraceWriter:
@@ -139,9 +146,7 @@ class TraceWriter:
             validate=check_validate(validate),
             dense_layers=dense_layers,
         )
-        self._trace: Trace | None = None  # what all writers have committed, once that is asked for
-        self._lock = threading.Lock()
-        _instances.add(self)
+        self._newest = NewestRevisions(self.path)
         self._closed = False
 
     def append(
@@ -151,7 +156,7 @@ class TraceWriter:
         *,
         start: int | None = None,
         keep: Keep = "last",
-        gap: Literal["error", "missing"] = "error",
+        gap: Gap = "error",
         weight_version: int | str | None = None,
         num_tokens: int | None = None,
     ) -> LazyRoutedExperts:
@@ -268,7 +273,7 @@ class TraceWriter:
         """
         check_sample_id(sample_id)
         self._check_open()
-        old = parts_of_entry(self._newest(sample_id))
+        old = parts_of_entry(self._newest.entry(sample_id))
         if not 0 <= rows <= count_rows(old):
             raise OptionError(f"sample {sample_id!r} has {count_rows(old)} rows; it cannot be cut to {rows}")
         return self._write({sample_id: cut(old, 0, rows)}, None)[0]
@@ -286,17 +291,10 @@ class TraceWriter:
             routed_experts = routed_experts.filled("minus_one").materialize(device="cpu", dtype=torch.int32)
         return [as_rows(routed_experts, self.config, sample_id)]
 
-    def _continued(
-        self, sample_id: str, new: list[Part], start: int, keep: Keep, gap: Literal["error", "missing"]
-    ) -> list[Part]:
-        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-            raise OptionError(f"start must be an integer of at least 0, not {start!r}")
-        if keep not in get_args(Keep):
-            raise OptionError(f"keep must be last or first, not {keep!r}")
-        if gap not in ("error", "missing"):
-            raise OptionError(f"gap must be error or missing, not {gap!r}")
+    def _continued(self, sample_id: str, new: list[Part], start: int, keep: Keep, gap: Gap) -> list[Part]:
+        check_continuation(start, keep, gap)
         try:
-            old = parts_of_entry(self._newest(sample_id))
+            old = parts_of_entry(self._newest.entry(sample_id))
         except SampleNotFoundError:
             old = []
         rows = count_rows(old)
@@ -312,15 +310,6 @@ class TraceWriter:
                 )
             old = [*old, missing_rows(start - rows, self.config.num_layers, self.config.top_k)]
         return revise(old, new, start, keep)
-
-    def _newest(self, sample_id: str) -> SampleEntry:
-        """The newest revision of a sample, by whichever writer."""
-        with self._lock:
-            if self._trace is None:
-                self._trace = Trace(self.path)
-            else:
-                self._trace.refresh()
-            return self._trace.entry(sample_id)
 
     def _write(
         self, samples: dict[str, list[Part]], weight_version: int | str | None, num_tokens: int | None = None
@@ -444,14 +433,3 @@ def check_sample_id(sample_id: object) -> None:
     except UnicodeEncodeError:
         pass
     raise SampleIdError(f"a sample id is a string (that UTF-8 can hold), not {sample_id!r}")
-
-
-_instances: weakref.WeakSet[TraceWriter] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for writer in list(_instances):
-        writer._lock = threading.Lock()  # another thread of the parent may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork)
