@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tracefile.errors import OptionError
 
@@ -32,14 +32,20 @@ class Settings:
         large enough. Default: the cores this process may use, at most 4. ``TRACEFILE_DECODE_THREADS``.
     max_open_segments : int
         Segments kept open (one file descriptor each). Default 128. ``TRACEFILE_MAX_OPEN_SEGMENTS``.
+    root_map : tuple of (str, str)
+        For handles that come from nodes where the file system is mounted elsewhere: a trace under the first
+        directory of a pair is looked for under the second; the longest that fits counts. In the environment
+        ``TRACEFILE_ROOT_MAP``, as ``/mnt/rollout=/data/rollout:/scratch=/mnt/scratch``.
     """
 
     cache_bytes: int = 64 * 1024 * 1024
     materialize_limit: int | None = None
     decode_threads: int = 1
     max_open_segments: int = 128
+    root_map: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "root_map", _check_root_map(self.root_map))
         least = {"cache_bytes": 0, "materialize_limit": 0, "decode_threads": 1, "max_open_segments": 1}
         for name, lowest in least.items():
             value = getattr(self, name)
@@ -49,12 +55,42 @@ class Settings:
                 raise OptionError(f"{name} must be an integer of at least {lowest}, not {value!r}")
 
 
+def _check_root_map(pairs: object) -> tuple[tuple[str, str], ...]:
+    try:
+        checked = tuple((str(there).rstrip("/"), str(here).rstrip("/")) for there, here in pairs)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise OptionError(f"root_map (TRACEFILE_ROOT_MAP) must be pairs of directories, not {pairs!r}") from None
+    for pair in checked:
+        if not all(directory.startswith("/") for directory in pair):
+            raise OptionError(f"root_map must be pairs of absolute directories other than the root, not {pair}")
+    return checked
+
+
+def mapped_path(path: str) -> str:
+    """Where a trace is on this node, by ``root_map``.
+
+    Examples
+    --------
+    >>> before = configure(root_map=[("/mnt/rollout", "/data/r")])
+    >>> mapped_path("/mnt/rollout/step_1.trace"), mapped_path("/mnt/rollouts/step_1.trace")
+    ('/data/r/step_1.trace', '/mnt/rollouts/step_1.trace')
+    >>> _ = configure(root_map=before.root_map)
+    """
+    fitting = [pair for pair in settings().root_map if path == pair[0] or path.startswith(pair[0] + "/")]
+    if not fitting:
+        return path
+    there, here = max(fitting, key=lambda pair: len(pair[0]))
+    return here + path[len(there) :]
+
+
 def _from_environment() -> Settings:
-    chosen: dict[str, int] = {"decode_threads": min(4, _available_cores())}
+    chosen: dict[str, Any] = {"decode_threads": min(4, _available_cores())}
     for item in fields(Settings):
         variable = f"TRACEFILE_{item.name.upper()}"
         text = os.environ.get(variable)
-        if text:
+        if text and item.name == "root_map":
+            chosen[item.name] = [pair.split("=", 1) for pair in text.split(":") if pair]
+        elif text:
             try:
                 chosen[item.name] = int(text)
             except ValueError:
@@ -79,7 +115,7 @@ def settings() -> Settings:
     return _current
 
 
-def configure(**changes: int | None) -> Settings:
+def configure(**changes: Any) -> Settings:
     """Change settings of this process; what is not named stays.
 
     Returns
@@ -104,7 +140,7 @@ def configure(**changes: int | None) -> Settings:
     unknown = set(changes) - {item.name for item in fields(Settings)}
     if unknown:
         raise OptionError(f"unknown setting {', '.join(sorted(unknown))}; there are {', '.join(Settings.__slots__)}")
-    _current = replace(before, **changes)  # type: ignore[arg-type]
+    _current = replace(before, **changes)
     for listener in _listeners:
         listener()
     return before

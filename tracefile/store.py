@@ -42,7 +42,7 @@ from tracefile.format import (
     staging_path,
 )
 from tracefile.metadata import SegmentHeader, TraceHeader
-from tracefile.settings import on_change, settings
+from tracefile.settings import mapped_path, on_change, settings
 from tracefile.shard import ChunkDecoder, ShardIndex, check_header, index_bytes
 from tracefile.source import Source, check_source_kind, open_source
 from tracefile.stats import ReadStats
@@ -346,7 +346,7 @@ class SegmentPool:
             if found is not None:
                 self._open.move_to_end(key)
                 return found
-        opened = OpenSegment(trace.path, TraceHeader(trace.uuid, config), segment, trace.source)
+        opened = OpenSegment(mapped_path(trace.path), TraceHeader(trace.uuid, config), segment, trace.source)
         with self._lock:
             opened = self._open.setdefault(key, opened)
             self._open.move_to_end(key)
