@@ -15,6 +15,7 @@ import torch
 from tracefile.encode import as_words
 from tracefile.errors import MaterializeLimitError, MissingRowsError, RoutedExpertsShapeError
 from tracefile.read import read_rows
+from tracefile.runs import holds_range
 from tracefile.settings import settings
 from tracefile.stats import ReadStats
 from tracefile.store import segment_pool
@@ -25,18 +26,14 @@ if TYPE_CHECKING:
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _TORCH_DTYPES = {
-    name: getattr(torch, name) for name in ("uint8", "uint16", "int8", "int16", "int32", "int64", "uint64")
+    name: getattr(torch, name) for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 }
 _NUMPY_DTYPES = {dtype: np.dtype(name) for name, dtype in _TORCH_DTYPES.items()}
 
 
 def holds(selection: Selection, fill: str, dtype: torch.dtype) -> bool:
     """Whether ``dtype`` is an integer dtype that holds every value that the selection can have."""
-    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        return False
-    low, high = selection.bounds(fill)
-    info = torch.iinfo(dtype)
-    return info.min <= low and high <= info.max
+    return dtype in _NUMPY_DTYPES and holds_range(_NUMPY_DTYPES[dtype], *selection.bounds(fill))
 
 
 def materialize(
@@ -137,9 +134,11 @@ def _check_readable(selection: Selection, fill: str, dtype: torch.dtype) -> None
 
 def _direct_target(selection: Selection, fill: str, out: torch.Tensor) -> Array | None:
     """``out`` seen as ``[layers, rows, top_k]``, if values can be read straight into it."""
-    if type(out) is not torch.Tensor or out.device.type != "cpu" or not holds(selection, fill, out.dtype):
+    if type(out) is not torch.Tensor or not out.is_cpu or out.is_floating_point():
         return None
     array: Array = out.numpy()
+    if array.dtype.kind not in "iu" or not holds_range(array.dtype, *selection.bounds(fill)):
+        return None
     if selection.form == "layers" and len(selection.lead) == 1:
         array = array.transpose(1, 0, 2)
     elif selection.form != "layer":

@@ -30,7 +30,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 #: Shorter prefixes are not looked for.
 BLOCK_ROWS = 128
-#: Blocks that the index knows, about 150 bytes each; the least recently written are forgotten first.
+#: Blocks that the index knows, about 250 bytes each; the least recently written are forgotten first.
 MAX_BLOCKS = 65_536
 _COMPARED_ROWS = 2048
 

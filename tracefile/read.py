@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Selector: TypeAlias = "slice | list[int]"
 
-#: Fewer chunks than this per thread are not worth handing to one.
-_CHUNKS_PER_THREAD = 4
+#: Fewer chunks than this per thread are not worth handing to one: waking it takes as long as decoding several, and
+#: the interpreter changes hands for every chunk.
+_CHUNKS_PER_THREAD = 32
 
 #: Called with the segment's id and the ``(layer, row)`` positions of the chunks that a read decodes.
 chunk_observers: list[Callable[[str, list[tuple[int, int]]], None]] = []
@@ -137,13 +138,18 @@ def _decode(plan: _Plan, numbers: Sequence[int], out: Array) -> None:
     header = segment.header
     shape = (header.geometry.layers_per_chunk, header.geometry.rows_per_chunk * header.config.top_k)
     dtype = header.config.dtype
-    keep = plan.keep and chunk_cache.enabled
     offsets, lengths = segment.index.offsets, segment.index.lengths
     encoded = source.read_many([(offsets[number], lengths[number]) for number in numbers])
+    row_chunks, layer_chunks, row_copies = segment.row_chunks, plan.layer_chunks, plan.row_copies
+    keep = plan.keep and chunk_cache.enabled
+    alone = len(row_copies) == 1
     for number, view in zip(numbers, encoded, strict=True):
         block = np.frombuffer(decode(number, view), dtype).reshape(shape)
-        plan.place(number, block, out)
-        if keep and (later := plan.later(number)):
+        layer_chunk, row_chunk = divmod(number, row_chunks)
+        _, layers, to_layers, _, others = layer_chunks[layer_chunk]
+        for start, stop, to_start, to_stop in row_copies[row_chunk]:
+            out[to_layers, to_start:to_stop] = block[layers, start:stop]
+        if keep and (others or alone) and (later := plan.later(number)):
             chunk_cache.put((segment.serial, number), block, later)
 
 

@@ -155,18 +155,23 @@ class PaddingRun:
 Run: TypeAlias = StoredRun | MissingRun | PaddingRun
 
 
-_BOUNDS = {
-    name: (np.dtype(name), int(np.iinfo(name).min), int(np.iinfo(name).max))
-    for name in ("uint8", "uint16", "int8", "int16", "int32", "int64")
+_LIMITS = {
+    np.dtype(name): (int(np.iinfo(name).min), int(np.iinfo(name).max))
+    for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 }
+
+
+def holds_range(dtype: np.dtype[Any], low: int, high: int) -> bool:
+    """Whether an integer dtype holds all of ``[low, high]``."""
+    limits = _LIMITS.get(dtype)
+    return limits is not None and limits[0] <= low and high <= limits[1]
 
 
 @functools.lru_cache(maxsize=1024)
 def narrowest_dtype(low: int, high: int, stored: np.dtype[Any]) -> np.dtype[Any]:
     """The stored dtype if it holds ``[low, high]``, else the narrowest signed dtype that does."""
-    for name in (stored.name, "int8", "int16", "int32", "int64"):
-        dtype, least, most = _BOUNDS[name]
-        if least <= low and high <= most:
+    for dtype in (stored, *map(np.dtype, ("int8", "int16", "int32", "int64"))):
+        if holds_range(dtype, low, high):
             return dtype
     return np.dtype("uint64")
 

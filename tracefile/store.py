@@ -332,7 +332,6 @@ class SegmentPool:
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[TraceRef, str], OpenSegment] = OrderedDict()
         self._stats: dict[TraceRef, ReadStats] = {}
-        self.total = ReadStats()
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
@@ -372,12 +371,16 @@ class SegmentPool:
     def record(self, trace: TraceRef, stats: ReadStats) -> None:
         with self._lock:
             self._stats.setdefault(trace, ReadStats()).add(stats)
-            self.total.add(stats)
 
     def stats(self, trace: TraceRef | None = None) -> ReadStats:
         """What reading a trace has cost this process; without a trace, all of them."""
         with self._lock:
-            return (self.total if trace is None else self._stats.get(trace, ReadStats())).copy()
+            if trace is not None:
+                return self._stats.get(trace, ReadStats()).copy()
+            total = ReadStats()
+            for stats in self._stats.values():
+                total.add(stats)
+            return total
 
     def active(self, trace: TraceRef) -> tuple[int, int]:
         """Decoded chunks of a trace that are held for reuse, and their bytes."""
