@@ -47,3 +47,9 @@ def decoded() -> Iterator[list[tuple[str, int, int]]]:
     chunk_observers.append(observe)
     yield chunks
     chunk_observers.remove(observe)
+
+
+@pytest.fixture(autouse=True)
+def threads_for_small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests read little; what threads do for large reads they are to do here as well."""
+    monkeypatch.setattr("tracefile.read._CHUNKS_PER_THREAD", 4)
