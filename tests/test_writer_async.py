@@ -356,10 +356,11 @@ def test_cancelled_once_begun(path: str, writer: tracefile.TraceWriter, disk: _D
     _check(path, [] if fails else ["a"])
 
 
-def test_cancelled_after_publishing_before_resuming(path: str, writer: tracefile.TraceWriter) -> None:
+def test_cancelled_after_publishing_before_resuming(path: str, writer: tracefile.TraceWriter, disk: _Disk) -> None:
     async def main() -> None:
         task = _append(writer, "a")
-        await asyncio.sleep(0)
+        await _until(lambda: disk.held == 1)
+        threading.Timer(0.05, disk.let).start()
         writer.flush()  # the loop stands still meanwhile
         assert not task.done()
         task.cancel()
