@@ -44,7 +44,7 @@ def materialize(
     if pinned and torch.cuda.is_available():
         return _through_pinned_memory(selection, fill, device, dtype)
     narrow = selection.read_dtype(fill)
-    if device.type == "cpu" and dtype in _NUMPY_DTYPES and holds(selection, fill, dtype):
+    if device.type == "cpu" and holds(selection, fill, dtype):
         narrow = _NUMPY_DTYPES[dtype]  # nothing has to travel: ids are widened as they are placed
     host = _read(selection, fill, np.empty(selection.array_shape, narrow))
     values = torch.from_numpy(_shaped(selection, host, contiguous))
@@ -85,6 +85,7 @@ def read_layers(
     dtype = _TORCH_DTYPES[selection.read_dtype(fill).name]
     _check_readable(selection, fill, dtype)
     cuda = device.type == "cuda"
+    # The caching host allocator keeps page-locked memory until the queued copy has run.
     host = torch.empty(selection.array_shape, dtype=dtype, pin_memory=cuda)
     chunks = read_rows(selection.rows, selection.layers, selection.config, host.numpy(), fill=fill, keep=keep)
     return (host if device.type == "cpu" else _move(selection, host, device, non_blocking=cuda)), chunks
@@ -102,11 +103,7 @@ def _through_pinned_memory(selection: Selection, fill: str, device: torch.device
     """The result lies in page-locked memory, or travels to its device from it."""
     if device.type == "cpu":
         return materialize_into(selection, fill, torch.empty(selection.shape, dtype=dtype, pin_memory=True))
-    narrow = _TORCH_DTYPES[selection.read_dtype(fill).name]
-    host = torch.empty(selection.array_shape, dtype=narrow, pin_memory=True)
-    _read(selection, fill, host.numpy())
-    # The caching host allocator keeps the block until the queued copy has run.
-    moved = _move(selection, host, device, non_blocking=True)
+    moved, _ = read_layers(selection, fill, device)
     return moved.transpose(0, 1).reshape(selection.shape).to(dtype)
 
 

@@ -140,16 +140,11 @@ def _decode(plan: _Plan, numbers: Sequence[int], out: Array) -> None:
     dtype = header.config.dtype
     offsets, lengths = segment.index.offsets, segment.index.lengths
     encoded = source.read_many([(offsets[number], lengths[number]) for number in numbers])
-    row_chunks, layer_chunks, row_copies = segment.row_chunks, plan.layer_chunks, plan.row_copies
     keep = plan.keep and chunk_cache.enabled
-    alone = len(row_copies) == 1
     for number, view in zip(numbers, encoded, strict=True):
         block = np.frombuffer(decode(number, view), dtype).reshape(shape)
-        layer_chunk, row_chunk = divmod(number, row_chunks)
-        _, layers, to_layers, _, others = layer_chunks[layer_chunk]
-        for start, stop, to_start, to_stop in row_copies[row_chunk]:
-            out[to_layers, to_start:to_stop] = block[layers, start:stop]
-        if keep and (others or alone) and (later := plan.later(number)):
+        plan.place(number, block, out)
+        if keep and (later := plan.later(number)):
             chunk_cache.put((segment.serial, number), block, later)
 
 
