@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import os
-import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from tracefile.errors import ClosedError, OptionError
+from tracefile.forking import tell_after_fork
 from tracefile.lazy import LazyRoutedExperts
 
 if TYPE_CHECKING:
@@ -57,10 +56,10 @@ class AppendQueue:
         self._path = path
         self._threads = threads
         self._closed = False
-        self._reset()
-        _instances.add(self)
+        self.after_fork()
+        tell_after_fork(self)
 
-    def _reset(self) -> None:
+    def after_fork(self) -> None:
         """Start afresh, also in a forked child: it has none of the threads, and what waited is its parent's."""
         # The pool's threads end when it is collected, and at the interpreter's exit once they have done what waits.
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tracefile-append")
@@ -169,14 +168,3 @@ def _after_streams(call: Callable[[], T], arrays: Iterable[object]) -> Callable[
         return call()
 
     return wait_and_call
-
-
-_instances: weakref.WeakSet[AppendQueue] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for instance in list(_instances):
-        instance._reset()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from typing import TYPE_CHECKING
 
+from tracefile.forking import tell_after_fork
 from tracefile.trace import Trace
 
 if TYPE_CHECKING:
@@ -23,7 +22,10 @@ class NewestRevisions:
         self._path = path
         self._trace: Trace | None = None
         self._lock = threading.Lock()
-        _instances.add(self)
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()  # another thread of the parent may have held it
 
     def entry(self, sample_id: str) -> SampleEntry:
         """The newest revision of a sample, as of now.
@@ -38,14 +40,3 @@ class NewestRevisions:
             else:
                 self._trace.refresh()
             return self._trace.entry(sample_id)
-
-
-_instances: weakref.WeakSet[NewestRevisions] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for instance in list(_instances):
-        instance._lock = threading.Lock()  # another thread of the parent may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork)

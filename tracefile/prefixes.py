@@ -7,9 +7,7 @@ before it counts. Pure but for the reading that the comparison asks for.
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,6 +15,7 @@ import numpy as np
 from crc32c import crc32c
 
 from tracefile.errors import DamagedTraceError
+from tracefile.forking import tell_after_fork
 from tracefile.revision import count_rows, cut, parts_of_entry
 
 if TYPE_CHECKING:
@@ -90,7 +89,10 @@ class PrefixIndex:
         self.read = read
         self._blocks: dict[Key, _Known] = {}
         self._lock = threading.Lock()
-        _instances.add(self)
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()  # another thread of the parent may have held it
 
     def get(self, key: Key) -> _Known | None:
         return self._blocks.get(key)
@@ -171,14 +173,3 @@ class Sharing:
                     return done + int(differs.argmax())
                 done += len(part)
         return most
-
-
-_instances: weakref.WeakSet[PrefixIndex] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for index in list(_instances):
-        index._lock = threading.Lock()  # another thread of the parent may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork)
