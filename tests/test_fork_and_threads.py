@@ -21,9 +21,9 @@ from support import fork, ids_of, in_fork, join, run_python
 import tracefile
 from tracefile import read as read_module
 from tracefile.cache import chunk_cache
+from tracefile.segments import segment_pool
 from tracefile.shard import ChunkDecoder
 from tracefile.source import PreadSource
-from tracefile.store import segment_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

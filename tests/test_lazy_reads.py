@@ -68,7 +68,7 @@ def test_exactly_the_touched_chunks_each_once(
 def test_bytes_read_are_the_encoded_bytes_of_the_chunks(
     shared: tuple[tracefile.LazyRoutedExperts, np.ndarray[Any, Any]],
 ) -> None:
-    from tracefile.store import segment_pool
+    from tracefile.segments import segment_pool
 
     experts, _ = shared
     ref = experts.selection.rows.segments()[0]

@@ -12,7 +12,7 @@ from support import random_routing
 
 import tracefile
 from tracefile import source
-from tracefile.store import segment_pool
+from tracefile.segments import segment_pool
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,8 +18,9 @@ import torch
 from support import ids_of, random_routing, run_python
 
 import tracefile
-from tracefile import metadata, store
+from tracefile import metadata
 from tracefile.format import CODECS, BloscSettings, ChunkGeometry, new_segment_id, shard_header
+from tracefile.local_store import LocalStore
 from tracefile.metadata import SampleEntry, SegmentHeader, Span
 
 if TYPE_CHECKING:
@@ -308,20 +309,9 @@ def test_many_segments(path: str) -> None:
     assert len(trace.segments) == 1536
     with _writer(path) as writer:
         writer.append("last", _ids("last"))
-    documents = 0
-    real = store.read_file
-
-    def counting(name: str) -> bytes:
-        nonlocal documents
-        documents += 1
-        return real(name)
-
-    store.read_file = counting
-    try:
+    with mock.patch.object(LocalStore, "read", autospec=True, side_effect=LocalStore.read) as read:
         assert trace.refresh() == ["last"]
-    finally:
-        store.read_file = real
-    assert documents == 1  # of the new segment, and no other
+    assert read.call_count == 1  # of the new segment's document, and no other
     everything = torch.cat([trace[f"s{number}"] for number in range(1536)])
     expected = np.concatenate([_ids(f"s{number}", 2) for number in range(1536)])
     np.testing.assert_array_equal(everything[1000:2000, 1].numpy(), expected[1000:2000, 1])

@@ -16,8 +16,8 @@ import pytest
 from support import Faults, fork, ids_of, in_fork, join
 
 import tracefile
-from tracefile import segment_writer, store
 from tracefile.format import staging_path
+from tracefile.local_store import LocalStore
 from tracefile.shard_file import ShardFile
 from tracefile.store import unfinished
 
@@ -196,14 +196,14 @@ def test_the_trace_appears_while_one_looks(
     path: str, look: int, act: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between reading ``zarr.json``, in vain, and asking what is at the path."""
-    real = store.read_file
+    real = LocalStore.read
     looks = 0
 
-    def read_file(name: str) -> bytes:
+    def read(store: LocalStore, name: str) -> bytes:
         nonlocal looks
         looks += 1
         try:
-            return real(name)
+            return real(store, name)
         finally:
             if looks == look:
                 monkeypatch.undo()
@@ -211,7 +211,7 @@ def test_the_trace_appears_while_one_looks(
 
     if look == 2:
         os.mkdir(path)
-    monkeypatch.setattr(store, "read_file", read_file)
+    monkeypatch.setattr(LocalStore, "read", read)
     try:
         act(path)
     except tracefile.NotATraceError:
@@ -475,7 +475,7 @@ def test_leftovers_are_invisible(path: str) -> None:
     """A whole segment, but for the rename."""
 
     def work() -> None:
-        store.publish_segment = segment_writer.publish_segment = lambda *_, **__: os._exit(9)
+        LocalStore.publish = lambda *_, **__: os._exit(9)
         _append(_writer(path), ["half@50"])
 
     with _writer(path) as writer:

@@ -35,10 +35,10 @@ from tracefile.errors import (
 from tracefile.format import ChunkGeometry, ModelConfig
 from tracefile.lazy import LazyRoutedExperts
 from tracefile.loader import MicrobatchLoader
+from tracefile.segments import process_stats
 from tracefile.settings import Settings, configure, settings
 from tracefile.sharding import ShardSpec
 from tracefile.stats import ReadStats
-from tracefile.store import process_stats
 from tracefile.trace import Trace, open
 from tracefile.writer import TraceWriter
 

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tracefile.errors import ClosedError
-from tracefile.format import SEGMENTS_NAME
 from tracefile.lazy import LazyRoutedExperts
 from tracefile.source import file_system_type, is_network_file_system
+from tracefile.store import store_for
 
 if TYPE_CHECKING:
     import threading
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from tracefile.metadata import SampleEntry
     from tracefile.trace import Trace
 
-#: Seconds between looks without a trusted watch: doubled from the first to the second while nothing comes.
-POLL_SECONDS = (0.005, 0.05)
 #: Seconds between looks beside a trusted watch.
 WATCHED_POLL_SECONDS = 1.0
 #: Looking in vain takes at most one part in so many of a core, however many segments there are to list.
@@ -68,13 +66,21 @@ def _is_shared(directory: str) -> bool:
 
 
 class Watcher:
-    """Tells when to look at a directory again. For one thread; starts anew after a fork."""
+    """Tells when to look at a directory, or at what is none, again. For one thread; starts anew after a fork.
 
-    def __init__(self, directory: str) -> None:
+    Parameters
+    ----------
+    directory : str or None
+    poll_seconds : (float, float)
+        Between looks without a trusted watch: doubled from the first to the second while nothing comes.
+    """
+
+    def __init__(self, directory: str | None, poll_seconds: tuple[float, float]) -> None:
         self._directory = directory
+        self._poll_seconds = poll_seconds
         self._inotify: Any = None
         self._pid = 0
-        self._between = POLL_SECONDS
+        self._between = poll_seconds
         self._pause = 0.0
         self._due = 0.0
         self._shared = True
@@ -84,11 +90,11 @@ class Watcher:
 
     def _start(self) -> None:
         self.close()
-        self._inotify = _watch(self._directory)
-        self._shared = _is_shared(self._directory)
+        self._inotify = None if self._directory is None else _watch(self._directory)
+        self._shared = self._directory is None or _is_shared(self._directory)
         self._listed_time = None
         trusted = self._inotify is not None and not self._shared
-        self._between = (WATCHED_POLL_SECONDS, WATCHED_POLL_SECONDS) if trusted else POLL_SECONDS
+        self._between = (WATCHED_POLL_SECONDS, WATCHED_POLL_SECONDS) if trusted else self._poll_seconds
         self._pause = 0.0
         self._pid = os.getpid()
 
@@ -123,7 +129,7 @@ class Watcher:
 
     def _may_have_changed(self) -> bool:
         """Whether the directory must be listed; to be followed by that."""
-        if self._shared:
+        if self._directory is None or self._shared:
             return True  # what a host knows of a directory's time may be old
         self._time = None
         try:
@@ -177,7 +183,8 @@ class Watcher:
 
 
 def watch_segments(trace: Trace) -> Watcher:
-    return Watcher(os.path.join(trace.path, SEGMENTS_NAME))
+    store = store_for(trace.path)
+    return Watcher(store.watched_directory(trace.path), store.poll_seconds)
 
 
 def looks(trace: Trace, watcher: Watcher, timeout: float | None) -> Iterator[Mapping[str, Exception]]:

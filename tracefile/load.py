@@ -15,8 +15,8 @@ import torch
 from tracefile.errors import DamagedTraceError, SegmentMissingError, TraceError
 from tracefile.lazy import LazyRoutedExperts
 from tracefile.runs import Rows, StoredRun
+from tracefile.segments import segment_pool
 from tracefile.settings import settings
-from tracefile.store import segment_pool
 from tracefile.summary import pread_reference
 from tracefile.survey import unreadable
 

@@ -18,7 +18,7 @@ from tracefile.errors import ClosedError, LoaderBudgetError, OptionError, Routed
 from tracefile.lazy import LazyRoutedExperts
 from tracefile.materialize import read_layers, widened
 from tracefile.schedule import Stage, Step, Unit, UnitOrder, check_stage, layer_groups, one_forward_one_backward
-from tracefile.store import segment_pool
+from tracefile.segments import segment_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

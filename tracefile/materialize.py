@@ -16,9 +16,9 @@ from tracefile.encode import as_words
 from tracefile.errors import MaterializeLimitError, MissingRowsError, RoutedExpertsShapeError
 from tracefile.read import read_rows
 from tracefile.runs import holds_range
+from tracefile.segments import segment_pool
 from tracefile.settings import settings
 from tracefile.stats import ReadStats
-from tracefile.store import segment_pool
 
 if TYPE_CHECKING:
     from tracefile.selection import Selection

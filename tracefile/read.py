@@ -18,9 +18,9 @@ import numpy as np
 
 from tracefile.cache import ALWAYS, chunk_cache
 from tracefile.runs import MissingRun, PaddingRun, Rows, SegmentRef, StoredRun, TraceRef, render_missing
+from tracefile.segments import OpenSegment, segment_pool
 from tracefile.settings import settings
 from tracefile.stats import ReadStats
-from tracefile.store import OpenSegment, segment_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

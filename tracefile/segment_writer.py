@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import time
 from collections import deque
@@ -15,7 +14,7 @@ import numpy as np
 from tracefile import metadata
 from tracefile._version import __version__
 from tracefile.encode import SampleEncoder
-from tracefile.errors import PublishError
+from tracefile.errors import TraceError
 from tracefile.format import (
     METADATA_NAME,
     SHARD_NAME,
@@ -23,15 +22,15 @@ from tracefile.format import (
     CodecName,
     ModelConfig,
     new_segment_id,
-    staging_path,
 )
+from tracefile.local_store import write_file
 from tracefile.metadata import SegmentHeader, Span, WeightRange
 from tracefile.prefixes import PrefixChain, PrefixIndex, Sharing
 from tracefile.read import read_rows
 from tracefile.revision import Kept, entry_of
 from tracefile.runs import Rows, SegmentRef, StoredRun
 from tracefile.shard_file import ShardFile
-from tracefile.store import make_build_directory, publish_error, publish_segment, write_file
+from tracefile.store import publish_error, store_for
 from tracefile.validate import CaptureCheck, ValidateMode, capture_error
 
 if TYPE_CHECKING:
@@ -103,11 +102,11 @@ class SegmentWriter:
         ExpertIdError, CaptureError, PublishError
         """
         path, segment = self._trace.path, new_segment_id()
-        build = os.path.join(staging_path(path), segment)
+        store, build = store_for(path), ""
         sharing = Sharing(self._prefixes) if self._prefixes is not None else None
         try:
+            build = store.begin(path, segment)
             shard_path = os.path.join(build, SHARD_NAME)
-            make_build_directory(path, os.path.dirname(shard_path))
             begun = {sample: _BegunSample(parts, sharing) for sample, parts in samples.items()}
             longest = max((each.longest for each in begun.values()), default=0)
             with (
@@ -145,10 +144,11 @@ class SegmentWriter:
             )
             document = metadata.encode(metadata.segment_document(header))
             write_file(os.path.join(build, METADATA_NAME), document, self._durable)
-            publish_segment(path, build, segment, durable=self._durable)
+            store.publish(path, segment, build, durable=self._durable)
         except BaseException as error:
-            shutil.rmtree(build, ignore_errors=True)
-            if isinstance(error, OSError) and not isinstance(error, PublishError):
+            if build:
+                store.discard(build)
+            if isinstance(error, OSError) and not isinstance(error, TraceError):
                 raise publish_error(path, error) from error
             raise
         if sharing is not None:

@@ -1,79 +1,197 @@
-"""A trace's directory: create, publish, list, and open segments.
+"""Where traces live: the interface of a store, which store a path belongs to, and what all stores have in common.
 
-Commit is a rename: a writer builds a segment in the staging directory beside the trace and renames it into
-``segments/``. Nothing that is visible is ever modified, so there are no locks, and readers and writers on any
-number of hosts that share the file system need no coordination.
+A trace is a few files by name: its root document, and for each segment a document and a shard file. A store
+publishes segments whole, lists and deletes them, and reads files and ranges of files; nothing above it knows whether
+that is a directory, an object store or a cluster's memory. Nothing that is visible is ever modified, so no store
+needs locks, and readers and writers need no coordination.
 """
 
 from __future__ import annotations
 
-import contextlib
+import abc
 import errno
-import itertools
+import importlib
 import os
-import shutil
-import stat
-import threading
 import uuid as uuid_module
-from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from tracefile import metadata
-from tracefile.cache import chunk_cache
 from tracefile.errors import (
     ConfigurationMismatchError,
     MetadataDamagedError,
     NotATraceError,
+    OptionError,
     PublishError,
     SegmentMissingError,
-    ShardDamagedError,
+    TraceError,
     TraceNotFoundError,
 )
-from tracefile.format import (
-    CODECS,
-    HEADER_BYTES,
-    METADATA_NAME,
-    SEGMENTS_NAME,
-    SHARD_NAME,
-    ModelConfig,
-    is_segment_id,
-    new_segment_id,
-    segment_path,
-    staging_path,
-)
+from tracefile.format import METADATA_NAME, SEGMENTS_NAME, ModelConfig, is_segment_id, segment_path
 from tracefile.metadata import SegmentHeader, TraceHeader
-from tracefile.settings import mapped_path, on_change, settings
-from tracefile.shard import ChunkDecoder, ShardIndex, check_header, index_bytes
-from tracefile.source import Source, check_source_kind, open_source
-from tracefile.stats import ReadStats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from tracefile.runs import TraceRef
-
-_serial = itertools.count()
+    from tracefile.source import Source, SourceKind
 
 
-def read_file(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+class Store(abc.ABC):
+    """Keeps traces. One object serves a process, all of its threads, and its forked children.
+
+    Paths are the trace's, as :meth:`absolute` gives it, with names joined to it by ``/``. What fails raises an
+    ``OSError``: ``FileNotFoundError`` or ``NotADirectoryError`` where there is nothing, and a
+    :class:`~tracefile.errors.TraceError` that is one where there is more to say.
+
+    Attributes
+    ----------
+    poll_seconds : (float, float)
+        How long who waits for samples pauses between looks, at first and at most.
+    """
+
+    poll_seconds: ClassVar[tuple[float, float]] = (0.005, 0.05)
+
+    @abc.abstractmethod
+    def absolute(self, path: str) -> str:
+        """The one name of the trace that a user calls ``path``, good in every process."""
+
+    @abc.abstractmethod
+    def read(self, path: str, nbytes: int | None = None) -> bytes:
+        """A file, or its first ``nbytes``."""
+
+    def read_all(self, paths: Sequence[str]) -> list[bytes | OSError]:
+        """Several files, or what kept each from being read. Where each takes a round trip: together."""
+        found: list[bytes | OSError] = []
+        for path in paths:
+            try:
+                found.append(self.read(path))
+            except OSError as error:
+                found.append(error)
+        return found
+
+    def read_root(self, trace: str) -> bytes:
+        """The root document of a trace.
+
+        Raises
+        ------
+        TraceNotFoundError, NotATraceError
+            There is nothing, or something else.
+        """
+        try:
+            return self.read(os.path.join(trace, METADATA_NAME))
+        except FileNotFoundError:
+            raise TraceNotFoundError(
+                f"no trace at {trace}; it appears when its first writer opens it", path=trace
+            ) from None
+
+    @abc.abstractmethod
+    def size(self, path: str) -> int:
+        """The bytes of a file."""
+
+    @abc.abstractmethod
+    def open_source(self, path: str, *, kind: SourceKind, size: int, segment: str) -> Source:
+        """Open a shard file of ``size`` bytes for reading.
+
+        Raises
+        ------
+        SegmentMissingError
+            There is no such file.
+        ShardDamagedError
+            It has another size.
+        """
+
+    @abc.abstractmethod
+    def segments(self, trace: str) -> list[str]:
+        """The names of what is visible among a trace's segments, in any order."""
+
+    @abc.abstractmethod
+    def is_gone(self, trace: str, segment: str) -> bool:
+        """Whether nothing is left of a segment."""
+
+    @abc.abstractmethod
+    def create(self, trace: str, files: Mapping[str, bytes], *, durable: bool) -> bool:
+        """Publish the first files of a trace, by name, at once; ``False`` if somebody else was first."""
+
+    def is_vacant(self, trace: str) -> bool:
+        """Whether a trace can be created where something is that is none."""
+        return False
+
+    @abc.abstractmethod
+    def begin(self, trace: str, segment: str) -> str:
+        """A new local directory to build a segment in; to be handed to :meth:`publish` or :meth:`discard`."""
+
+    @abc.abstractmethod
+    def publish(self, trace: str, segment: str, build: str, *, durable: bool) -> None:
+        """Make a segment visible, at once and whole; its directory ``build`` is gone then.
+
+        Raises
+        ------
+        PublishError
+            It is visible, but the store does not vouch that it will survive a crash.
+        """
+
+    @abc.abstractmethod
+    def discard(self, build: str) -> None:
+        """Remove a segment that was being built. Raises nothing."""
+
+    @abc.abstractmethod
+    def delete(self, trace: str, segment: str) -> None:
+        """Make a segment invisible at once, and remove its files. Fine if it is gone already."""
+
+    def unfinished(self, trace: str) -> list[str]:
+        """What is being built for a trace, or was left by killed writers, as far as this process can see."""
+        return []
+
+    def leave(self, trace: str) -> None:  # noqa: B027 - most stores have nothing to do
+        """A writer of the trace closes: remove what it needed and nobody else does. Raises nothing."""
+
+    def watched_directory(self, trace: str) -> str | None:
+        """The local directory that changes when a segment becomes visible, if there is one."""
+        return None
 
 
-def fsync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+#: Where the stores that come with tracefile are; imported when a path of theirs is met.
+_MODULES = {"": "tracefile.local_store", "file": "tracefile.local_store"}
+_stores: dict[str, Store] = {}
 
 
-def write_file(path: str, data: bytes, durable: bool) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
+def register_store(scheme: str, store: Store) -> None:
+    """Have paths that begin with ``scheme://`` belong to ``store``. A store's module does so when it is imported."""
+    _stores[scheme] = store
+
+
+def store_for(path: str) -> Store:
+    """The store that a trace's path belongs to.
+
+    Raises
+    ------
+    OptionError
+        No store has such paths.
+
+    Examples
+    --------
+    >>> type(store_for("/data/step_1.trace")).__name__
+    'LocalStore'
+    >>> store_for("gopher://step_1.trace")
+    Traceback (most recent call last):
+    tracefile.errors.OptionError: no store is known for gopher://step_1.trace; ...
+    """
+    scheme, separator, _ = path.partition("://")
+    if not separator or "/" in scheme:
+        scheme = ""
+    store = _stores.get(scheme)
+    if store is None:
+        if scheme not in _MODULES:
+            known = ", ".join(f"{each}://" for each in sorted({*_MODULES, *_stores}) if each)
+            raise OptionError(f"no store is known for {path}; there are directories and {known}")
+        importlib.import_module(_MODULES[scheme])
+        store = _stores[scheme]
+    return store
+
+
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """The one name of a trace, good in every process."""
+    name = os.fspath(path)
+    return store_for(name).absolute(name)
 
 
 def read_trace_header(path: str) -> TraceHeader:
@@ -83,32 +201,14 @@ def read_trace_header(path: str) -> TraceHeader:
     ------
     TraceNotFoundError, NotATraceError, MetadataDamagedError, FormatVersionError
     """
+    raw = store_for(path).read_root(path)
     where = os.path.join(path, METADATA_NAME)
-    raw = _read_root(path, where)
     try:
         return metadata.parse_trace_header(raw, where)
     except MetadataDamagedError as error:
         if metadata.is_another_node(raw):
             raise NotATraceError(f"{path} holds another kind of Zarr node, not a trace", path=path) from error
         raise
-
-
-def _read_root(path: str, where: str) -> bytes:
-    for _ in range(2):
-        try:
-            return read_file(where)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        try:
-            mode = os.stat(path).st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            raise TraceNotFoundError(
-                f"no trace at {path}; it appears when its first writer opens it", path=path
-            ) from None
-        if not stat.S_ISDIR(mode):
-            raise NotATraceError(f"{path} is a file; a trace is a directory", path=path)
-        # A directory: the first writer may have renamed it into place between the two looks, so look again.
-    raise NotATraceError(f"{path} is a directory without {METADATA_NAME}: not a trace", path=path)
 
 
 def _existing_header(path: str) -> TraceHeader | None:
@@ -118,21 +218,15 @@ def _existing_header(path: str) -> TraceHeader | None:
     except TraceNotFoundError:
         return None
     except NotATraceError:
-        if not os.path.isdir(path):
-            raise
-        names = os.listdir(path)
-        if not names:
-            return None  # an empty directory made beforehand is a fine place
-        if METADATA_NAME in names:
-            return read_trace_header(path)  # another writer may have replaced the empty directory since
-        raise
+        if store_for(path).is_vacant(path):
+            return None
+        return read_trace_header(path)  # another writer may have made it one since
 
 
 def create_trace(path: str, config: ModelConfig, *, durable: bool) -> TraceHeader:
     """Create the trace at ``path``, or join the one that is there.
 
-    Any number of processes may do this at once: the directory is built in staging and renamed into place, and
-    who comes second finds the first one's.
+    Any number of processes may do this at once: it becomes visible whole, and who comes second finds the first one's.
 
     Raises
     ------
@@ -141,11 +235,22 @@ def create_trace(path: str, config: ModelConfig, *, durable: bool) -> TraceHeade
     NotATraceError
         Something else is at the path.
     PublishError
-        The file system refused.
+        The store refused.
     """
     header = _existing_header(path)
     if header is None:
-        header = _publish_root(path, TraceHeader(uuid_module.uuid4().hex, config), durable)
+        header = TraceHeader(uuid_module.uuid4().hex, config)
+        files = {
+            METADATA_NAME: metadata.encode(metadata.group_document(header)),
+            f"{SEGMENTS_NAME}/{METADATA_NAME}": metadata.encode(metadata.group_document()),
+        }
+        try:
+            if not store_for(path).create(path, files, durable=durable):
+                header = read_trace_header(path)
+        except OSError as error:
+            if isinstance(error, TraceError):
+                raise
+            raise publish_error(path, error) from error
     if header.config != config:
         raise ConfigurationMismatchError(
             f"{path} holds {header.config}; this writer was opened with {config}. Write another configuration to"
@@ -154,38 +259,6 @@ def create_trace(path: str, config: ModelConfig, *, durable: bool) -> TraceHeade
             ours=config,
             theirs=header.config,
         )
-    return header
-
-
-def _publish_root(path: str, header: TraceHeader, durable: bool) -> TraceHeader:
-    staging = staging_path(path)
-    build = os.path.join(staging, f"root-{new_segment_id()}")
-    try:
-        make_build_directory(path, os.path.join(build, SEGMENTS_NAME))
-        write_file(os.path.join(build, METADATA_NAME), metadata.encode(metadata.group_document(header)), durable)
-        write_file(
-            os.path.join(build, SEGMENTS_NAME, METADATA_NAME),
-            metadata.encode(metadata.group_document()),
-            durable,
-        )
-        if durable:
-            fsync_directory(os.path.join(build, SEGMENTS_NAME))
-            fsync_directory(build)
-        try:
-            os.rename(build, os.path.realpath(path))
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            header = read_trace_header(path)  # another writer was first
-        if durable:
-            fsync_directory(os.path.dirname(os.path.realpath(path)))
-    except OSError as error:
-        if isinstance(error, TraceNotFoundError | PublishError):
-            raise
-        raise publish_error(path, error) from error
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
-        remove_staging_if_empty(path)
     return header
 
 
@@ -200,55 +273,18 @@ def publish_error(path: str, error: OSError) -> PublishError:
     return PublishError(message, path=path, errno=error.errno)  # a detail, so that it survives pickling
 
 
-def make_build_directory(trace_path: str, directory: str) -> None:
-    """Make a directory below the trace's staging directory."""
-    for _ in range(100):
-        try:
-            os.makedirs(directory)
-        except FileNotFoundError:
-            continue  # another writer, closing, removed the empty staging directory in between
-        return
-    raise OSError(errno.ENOENT, "the staging directory keeps vanishing", staging_path(trace_path))
-
-
-def remove_staging_if_empty(path: str) -> None:
-    with contextlib.suppress(OSError):  # other writers build there, or it is gone already
-        os.rmdir(staging_path(path))
-
-
-def publish_segment(trace_path: str, build: str, segment: str, *, durable: bool) -> None:
-    """Make a segment that was built in staging visible, at once and whole."""
-    target = segment_path(trace_path, segment)
-    if durable:
-        for directory, _, _ in os.walk(build, topdown=False):
-            fsync_directory(directory)
-    try:
-        os.rename(build, target)
-    except OSError:
-        # A network file system may have done it and lost the answer; the name is ours alone.
-        if not os.path.exists(os.path.join(target, METADATA_NAME)):
-            raise
-    if durable:
-        try:
-            fsync_directory(os.path.dirname(target))
-        except OSError as error:
-            # Readers may have it by now, so it stays; appending the same sample once more does no harm.
-            raise PublishError(
-                f"segment {segment} of {trace_path} is visible, but the file system did not confirm that it would"
-                f" survive a crash ({error.strerror or error}); append its samples again",
-                path=trace_path,
-                segment=segment,
-                errno=error.errno,
-            ) from error
-
-
 def list_segments(trace_path: str) -> list[str]:
-    """Ids of the segments that are visible now, sorted."""
-    directory = os.path.join(trace_path, SEGMENTS_NAME)
+    """Ids of the segments that are visible now, sorted.
+
+    Raises
+    ------
+    MetadataDamagedError
+        There is nothing to list.
+    """
     try:
-        with os.scandir(directory) as entries:
-            return sorted(entry.name for entry in entries if is_segment_id(entry.name))
+        return sorted(filter(is_segment_id, store_for(trace_path).segments(trace_path)))
     except (FileNotFoundError, NotADirectoryError):
+        directory = os.path.join(trace_path, SEGMENTS_NAME)
         raise MetadataDamagedError(f"{directory} is gone; restore the trace from a copy", path=trace_path) from None
 
 
@@ -259,151 +295,36 @@ def read_segment_header(trace_path: str, header: TraceHeader, segment: str) -> S
     ------
     SegmentMissingError, MetadataDamagedError, FormatVersionError
     """
-    where = os.path.join(segment_path(trace_path, segment), METADATA_NAME)
-    try:
-        raw = read_file(where)
-    except (FileNotFoundError, NotADirectoryError):
-        raise SegmentMissingError(
-            f"{where} is gone: segment {segment} was deleted or not copied whole; restore it",
-            path=where,
-            segment=segment,
-        ) from None
-    return metadata.parse_segment_header(raw, header, segment, where)
+    (found,) = read_segment_headers(trace_path, header, [segment]).values()
+    if isinstance(found, SegmentHeader):
+        return found
+    raise found
 
 
-class OpenSegment:
-    """A segment ready to be read: its document, its shard file and the index of its chunks.
-
-    Attributes
-    ----------
-    serial : int
-        Names this opening of it in the chunk cache.
-    """
-
-    def __init__(self, trace_path: str, header: TraceHeader, segment: str, source: str) -> None:
-        self.serial = next(_serial)
-        self.header = read_segment_header(trace_path, header, segment)
-        self.path = os.path.join(segment_path(trace_path, segment), SHARD_NAME)
-        self.source: Source | None = None
-        layer_chunks, self.row_chunks = self.header.grid
-        geometry = self.header.geometry
-        self.decoder = ChunkDecoder(
-            CODECS[self.header.codec],
-            geometry.chunk_bytes(header.config),
-            row_chunks=max(1, self.row_chunks),
-            segment=segment,
-            path=self.path,
-        )
-        chunks = layer_chunks * self.row_chunks
-        self.index = ShardIndex([], [])
-        if self.header.rows:
-            size, tail = self.header.shard_bytes, index_bytes(chunks)
-            if size < HEADER_BYTES + tail:
-                raise ShardDamagedError(
-                    f"{self.path}: {size} bytes cannot hold the {chunks} chunks of segment {segment}; restore the file",
-                    path=self.path,
-                    segment=segment,
-                )
-            self.source = open_source(self.path, kind=check_source_kind(source), size=size, segment=segment)
+def read_segment_headers(
+    trace_path: str, header: TraceHeader, segments: Iterable[str]
+) -> dict[str, SegmentHeader | TraceError | OSError]:
+    """Read the documents of several segments, together; what is wrong with one stands in its place."""
+    segments = list(segments)
+    places = [os.path.join(segment_path(trace_path, segment), METADATA_NAME) for segment in segments]
+    found: dict[str, SegmentHeader | TraceError | OSError] = {}
+    for segment, where, raw in zip(segments, places, store_for(trace_path).read_all(places), strict=True):
+        if isinstance(raw, FileNotFoundError | NotADirectoryError):
+            found[segment] = SegmentMissingError(
+                f"{where} is gone: segment {segment} was deleted or not copied whole; restore it",
+                path=where,
+                segment=segment,
+            )
+        elif isinstance(raw, OSError):
+            found[segment] = raw
+        else:
             try:
-                check_header(self.source.read(0, HEADER_BYTES), segment, self.path)
-                self.index = ShardIndex.parse(
-                    self.source.read(size - tail, tail),
-                    chunks=chunks,
-                    shard_bytes=size,
-                    segment=segment,
-                    path=self.path,
-                )
-            except BaseException:
-                self.source.close()
-                raise
-
-    def __del__(self) -> None:
-        # Closing belongs to the last reader: eviction must not pull the file from under a read in progress.
-        source = getattr(self, "source", None)
-        if source is not None:
-            source.close()
+                found[segment] = metadata.parse_segment_header(raw, header, segment, where)
+            except TraceError as error:
+                found[segment] = error
+    return found
 
 
-class SegmentPool:
-    """The open segments of this process, least recently used closed first. Safe for threads and fork."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: OrderedDict[tuple[TraceRef, str], OpenSegment] = OrderedDict()
-        self._stats: dict[TraceRef, ReadStats] = {}
-        os.register_at_fork(after_in_child=self._after_fork)
-
-    def _after_fork(self) -> None:
-        self._lock = threading.Lock()
-
-    def get(self, trace: TraceRef, config: ModelConfig, segment: str) -> OpenSegment:
-        """The open segment, opened if need be."""
-        key = (trace, segment)
-        with self._lock:
-            found = self._open.get(key)
-            if found is not None:
-                self._open.move_to_end(key)
-                return found
-        opened = OpenSegment(mapped_path(trace.path), TraceHeader(trace.uuid, config), segment, trace.source)
-        with self._lock:
-            opened = self._open.setdefault(key, opened)
-            self._open.move_to_end(key)
-        self.trim()
-        return opened
-
-    def trim(self) -> None:
-        """Close the segments that ``max_open_segments`` has no room for."""
-        evicted = []
-        with self._lock:
-            while len(self._open) > settings().max_open_segments:
-                evicted.append(self._open.popitem(last=False)[1])
-        for segment in evicted:
-            chunk_cache.drop(segment.serial)
-
-    def close(self, trace: TraceRef) -> None:
-        """Close what is open of a trace, and forget its decoded chunks."""
-        with self._lock:
-            closed = [self._open.pop(key) for key in list(self._open) if key[0] == trace]
-        for segment in closed:
-            chunk_cache.drop(segment.serial)
-
-    def record(self, trace: TraceRef, stats: ReadStats) -> None:
-        with self._lock:
-            self._stats.setdefault(trace, ReadStats()).add(stats)
-
-    def stats(self, trace: TraceRef | None = None) -> ReadStats:
-        """What reading a trace has cost this process; without a trace, all of them."""
-        with self._lock:
-            if trace is not None:
-                return self._stats.get(trace, ReadStats()).copy()
-            total = ReadStats()
-            for stats in self._stats.values():
-                total.add(stats)
-            return total
-
-    def active(self, trace: TraceRef) -> tuple[int, int]:
-        """Decoded chunks of a trace that are held for reuse, and their bytes."""
-        return chunk_cache.usage({segment.serial for segment in self.opened(trace)})
-
-    def opened(self, trace: TraceRef) -> list[OpenSegment]:
-        with self._lock:
-            return [segment for key, segment in self._open.items() if key[0] == trace]
-
-
-#: The open segments of this process.
-segment_pool = SegmentPool()
-on_change(segment_pool.trim)
-
-
-def unfinished(trace_path: str) -> Iterator[str]:
-    """Names of what lies in a trace's staging directory: segments being written, or left by killed writers."""
-    try:
-        yield from sorted(os.listdir(staging_path(trace_path)))
-    except OSError:
-        return
-
-
-def process_stats() -> ReadStats:
-    """What reading has cost this process, over all traces."""
-    return segment_pool.stats()
+def unfinished(trace_path: str) -> list[str]:
+    """Names of segments being built for a trace, or left by killed writers."""
+    return store_for(trace_path).unfinished(trace_path)

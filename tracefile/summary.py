@@ -15,7 +15,8 @@ import numpy as np
 from tracefile.errors import DamagedTraceError, SegmentMissingError, ShardDamagedError, TraceError
 from tracefile.format import METADATA_NAME, SHARD_NAME, segment_path
 from tracefile.runs import TraceRef
-from tracefile.store import segment_pool, unfinished
+from tracefile.segments import segment_pool
+from tracefile.store import store_for, unfinished
 from tracefile.survey import absence, count_rows
 from tracefile.validate import CaptureFinding
 
@@ -192,7 +193,7 @@ def summarize(survey: Survey) -> TraceFacts:
     for segment, header in survey.segments.items():
         directory = segment_path(survey.path, segment)
         try:
-            documents += os.stat(os.path.join(directory, METADATA_NAME)).st_size
+            documents += store_for(survey.path).size(os.path.join(directory, METADATA_NAME))
             stored += _shard_size(directory, header)
         except (DamagedTraceError, OSError) as error:
             if survey.is_gone(segment):
@@ -234,7 +235,7 @@ def _shard_size(directory: str, header: SegmentHeader) -> int:
         return 0
     path = os.path.join(directory, SHARD_NAME)
     try:
-        size = os.stat(path).st_size
+        size = store_for(path).size(path)
     except FileNotFoundError:
         raise SegmentMissingError(f"{path} is gone; restore it", path=path, segment=header.id) from None
     if size != header.shard_bytes:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tracefile.errors import MetadataDamagedError, OptionError, SegmentMissingError, TraceError
 from tracefile.format import METADATA_NAME, ModelConfig, segment_path
-from tracefile.metadata import TraceHeader, parse_segment_header
-from tracefile.store import list_segments, read_file, read_segment_header
+from tracefile.metadata import SegmentHeader, TraceHeader, parse_segment_header
+from tracefile.store import list_segments, read_segment_headers, store_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from tracefile.metadata import SampleEntry, SegmentHeader
+    from tracefile.metadata import SampleEntry
 
 Range = tuple[int, int]
 
@@ -126,7 +126,7 @@ class Survey:
 
     def is_gone(self, segment: str) -> bool:
         """Whether nothing is left of a segment."""
-        return not os.path.lexists(segment_path(self.path, segment))
+        return store_for(self.path).is_gone(self.path, segment)
 
 
 def take_survey(path: str, header: TraceHeader) -> Survey:
@@ -142,19 +142,17 @@ def take_survey(path: str, header: TraceHeader) -> Survey:
     known = set(pending)
     while pending:
         referenced: set[str] = set()
-        for segment in pending:
-            try:
-                found = survey.segments[segment] = read_segment_header(path, header, segment)
-            except TraceError as error:
-                if isinstance(error, SegmentMissingError) and survey.is_gone(segment):
-                    survey.vanished.append(segment)
-                else:
-                    survey.damaged[segment] = error
-            except OSError as error:
-                where = os.path.join(segment_path(path, segment), METADATA_NAME)
-                survey.damaged[segment] = unreadable(where, error, segment)
-            else:
+        for segment, found in read_segment_headers(path, header, pending).items():
+            if isinstance(found, SegmentHeader):
+                survey.segments[segment] = found
                 referenced.update(span.segment for entry in found.samples.values() for span in entry.spans)
+            elif isinstance(found, SegmentMissingError) and survey.is_gone(segment):
+                survey.vanished.append(segment)
+            elif isinstance(found, TraceError):
+                survey.damaged[segment] = found
+            else:
+                where = os.path.join(segment_path(path, segment), METADATA_NAME)
+                survey.damaged[segment] = unreadable(where, found, segment)
         # Listing a directory that is being added to may miss a segment and still show later ones that refer to it.
         pending = sorted(segment for segment in referenced - known if not survey.is_gone(segment))
         known.update(pending)
@@ -175,7 +173,7 @@ def recovered_header(path: str, segments: list[str]) -> TraceHeader | None:
     for segment in segments:
         where = os.path.join(segment_path(path, segment), METADATA_NAME)
         try:
-            raw = read_file(where)
+            raw = store_for(path).read(where)
             document = json.loads(raw)
             layers, _, top_k = document["shape"]
             ours = document["attributes"]["tracefile"]

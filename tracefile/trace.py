@@ -8,13 +8,20 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from tracefile.errors import ClosedError, SampleIdError, SampleNotFoundError, TraceError, WaitTimeoutError
+from tracefile.errors import ClosedError, SampleIdError, SampleNotFoundError, WaitTimeoutError
 from tracefile.format import is_segment_id
 from tracefile.lazy import LazyRoutedExperts
 from tracefile.metadata import WeightRange
 from tracefile.runs import Rows, TraceRef, check_fill
+from tracefile.segments import segment_pool
 from tracefile.source import check_source_kind
-from tracefile.store import list_segments, read_segment_header, read_trace_header, segment_pool
+from tracefile.store import (
+    absolute_path,
+    list_segments,
+    read_segment_header,
+    read_segment_headers,
+    read_trace_header,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +62,7 @@ class Trace(Mapping[str, LazyRoutedExperts]):
     """
 
     def __init__(self, path: str, *, source: str = "auto", fill: str = "error") -> None:
-        self.path = os.path.abspath(path)
+        self.path = absolute_path(path)
         self.fill = check_fill(fill)
         self._header = read_trace_header(self.path)
         self._ref = TraceRef(self.path, self._header.uuid, check_source_kind(source))
@@ -97,12 +104,12 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         """Of the segments that were not seen yet: the documents of the sound ones, and what is wrong with others."""
         new: dict[str, SegmentHeader] = {}
         damaged: dict[str, Exception] = {}
-        for segment in segments:
-            if segment not in self.segments:
-                try:
-                    new[segment] = read_segment_header(self.path, self._header, segment)
-                except (TraceError, OSError) as error:
-                    damaged[segment] = error
+        unseen = [segment for segment in segments if segment not in self.segments]
+        for segment, found in read_segment_headers(self.path, self._header, unseen).items():
+            if isinstance(found, Exception):
+                damaged[segment] = found
+            else:
+                new[segment] = found
         return new, damaged
 
     def _take_in(self, new: dict[str, SegmentHeader]) -> list[str]:

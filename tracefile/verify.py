@@ -34,8 +34,8 @@ from tracefile.format import (
     shard_header,
 )
 from tracefile.shard import ChunkDecoder, ShardIndex, check_header, index_bytes
-from tracefile.source import merge_ranges, open_source
-from tracefile.store import read_trace_header
+from tracefile.source import merge_ranges
+from tracefile.store import absolute_path, read_trace_header, store_for
 from tracefile.survey import Holding, Range, absence, listed_segments, recovered_header, take_survey, union
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def verify_trace(
     >>> list(verify_trace(path))
     []
     """
-    path = os.path.abspath(os.fspath(path))
+    path = absolute_path(path)
     tally = Tally() if tally is None else tally
     header, finding = _root(path)
     if finding is not None:
@@ -234,7 +234,9 @@ class _SegmentCheck:
     def _shard_findings(self) -> Iterator[Finding]:
         header = self.header
         try:
-            source = open_source(self.path, kind="pread", size=header.shard_bytes, segment=header.id)
+            source = store_for(self.path).open_source(
+                self.path, kind="pread", size=header.shard_bytes, segment=header.id
+            )
         except SegmentMissingError as error:
             if self.survey.is_gone(header.id):
                 self.survey.vanished.append(header.id)
@@ -276,8 +278,7 @@ class _SegmentCheck:
     def _whose(self) -> str:
         """Which other segment the file says that it belongs to."""
         try:
-            with open(self.path, "rb") as file:
-                raw = file.read(HEADER_BYTES)
+            raw = store_for(self.path).read(self.path, HEADER_BYTES)
         except OSError:
             return ""
         name = raw.rstrip(b"\0").rpartition(b"\0")[2].decode("ascii", "replace")
@@ -370,14 +371,19 @@ class _SegmentCheck:
 def _zarr_refusal(node: Literal["array", "group"], path: str) -> str:
     """Why zarr does not open the node at ``path``; empty where it does."""
     import zarr  # only here: zarr starts an event loop in a thread, and nothing else needs it
+    from zarr.core.buffer import default_buffer_prototype
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
+            document = default_buffer_prototype().buffer.from_bytes(
+                store_for(path).read(os.path.join(path, METADATA_NAME))
+            )
+            store = zarr.storage.MemoryStore({METADATA_NAME: document}, read_only=True)
             if node == "array":
-                zarr.open_array(path, mode="r")
+                zarr.open_array(store, mode="r")
             else:
-                zarr.open_group(path, mode="r")
+                zarr.open_group(store, mode="r")
         except Exception as error:  # whatever it is: zarr, on this document, gives no array
             return f"{type(error).__name__}: {error}"
     return ""

@@ -6,7 +6,6 @@ without knowing of each other. What ``append`` returns is committed: visible to 
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +39,11 @@ from tracefile.revision import (
 from tracefile.runs import Rows, TraceRef
 from tracefile.segment_writer import SegmentWriter
 from tracefile.source import check_source_kind
-from tracefile.store import create_trace, remove_staging_if_empty
+from tracefile.store import absolute_path, create_trace, store_for
 from tracefile.validate import check_validate
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Sequence
     from types import TracebackType
 
@@ -117,7 +117,7 @@ class TraceWriter:
         async_threads: int = 1,
     ) -> None:
         self._closed = True
-        self.path = os.path.abspath(os.fspath(path))
+        self.path = absolute_path(path)
         self.config = ModelConfig(num_layers, top_k, num_experts, () if layer_ids is None else tuple(layer_ids))
         self.codec = check_codec(codec)
         self.durable = durable
@@ -398,7 +398,7 @@ class TraceWriter:
         if not self._closed:
             self._closed = True
             self._segments.close()
-            remove_staging_if_empty(self.path)
+            store_for(self.path).leave(self.path)
 
     def __enter__(self) -> TraceWriter:
         return self

@@ -37,7 +37,7 @@ from workload import SHAPES, ModelShape, synthetic_routing
 
 import tracefile
 from tracefile.format import segment_path
-from tracefile.store import OpenSegment, segment_pool
+from tracefile.segments import OpenSegment, segment_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,7 @@ from tracefile._version import __version__
 from tracefile.cli import report
 from tracefile.cli.console import DAMAGED, USAGE, Bar, count, fail, id_ranges, reported_errors, stdout
 from tracefile.load import ExpertLoad, expert_load
-from tracefile.store import read_trace_header
+from tracefile.store import absolute_path, read_trace_header
 from tracefile.summary import sample_facts, span_facts, summarize
 from tracefile.survey import Survey, take_survey
 
@@ -55,7 +54,7 @@ def inspect(
     Counting the load reads the whole trace, a few MiB at a time; --no-load reads documents only.
     """
     with reported_errors():
-        path = os.path.abspath(path)
+        path = absolute_path(path)
         if layer is not None and not load:
             fail("--layer shows the load, which --no-load leaves out", USAGE)
         survey = take_survey(path, read_trace_header(path))

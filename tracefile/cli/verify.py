@@ -13,6 +13,7 @@ from rich.text import Text
 from tracefile._version import __version__
 from tracefile.cli.console import DAMAGED, Bar, count, id_ranges, indented, printable, reported_errors, size, stdout
 from tracefile.findings import Finding, Tally
+from tracefile.store import absolute_path
 from tracefile.verify import verify_trace
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def verify(
     write still read it.
     """
     with reported_errors():
-        path = os.path.abspath(path)
+        path = absolute_path(path)
         tally = Tally()
         found: list[Finding] = []
         console = stdout()

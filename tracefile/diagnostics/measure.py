@@ -8,7 +8,7 @@ import torch
 
 from tracefile.ahead import held_ahead
 from tracefile.cache import chunk_cache
-from tracefile.store import process_stats
+from tracefile.segments import process_stats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
