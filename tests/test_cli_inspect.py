@@ -21,7 +21,7 @@ from support import random_routing, run_python, write_long_sample
 from typer.testing import CliRunner
 
 import tracefile
-from tracefile import load, metadata, read, survey
+from tracefile import documents, load, read, survey
 from tracefile.cli import app
 from tracefile.cli import inspect as inspect_module
 from tracefile.cli.charts import HeatMap
@@ -269,7 +269,7 @@ def test_superseded_revisions_and_shared_rows(path: str, rng: np.random.Generato
     header = SegmentHeader("ffff", trace.uuid, trace.config, 0, ChunkGeometry(6, 8), "fast", 0, entries)
     os.makedirs(f"{path}/segments/ffff")
     with open(f"{path}/segments/ffff/zarr.json", "wb") as file:
-        file.write(metadata.encode(metadata.segment_document(header)))
+        file.write(documents.encode(documents.segment_document(header)))
     facts = document(path)
     assert facts["superseded"] == {"revisions": 1, "unreachable_rows": 40}
     assert (facts["samples"], facts["rows"], facts["rows_stored"]) == (4, 140, 170)
@@ -440,7 +440,7 @@ def test_a_segment_that_samples_need_and_that_is_gone(path: str, arrays: Arrays)
     header = SegmentHeader("ffff", trace.uuid, trace.config, 0, ChunkGeometry(6, 8), "fast", 0, entries)
     os.makedirs(f"{path}/segments/ffff")
     with open(f"{path}/segments/ffff/zarr.json", "wb") as file:
-        file.write(metadata.encode(metadata.segment_document(header)))
+        file.write(documents.encode(documents.segment_document(header)))
     shutil.rmtree(f"{path}/segments/{origin}")
     for option in ("--load", "--no-load"):
         facts = document(path, option, code=1)

@@ -22,7 +22,7 @@ from support import random_routing, run_python, write_long_sample
 from typer.testing import CliRunner
 
 import tracefile
-from tracefile import metadata, survey, verify
+from tracefile import documents, survey, verify
 from tracefile.cli import app
 from tracefile.findings import Tally
 from tracefile.format import ChunkGeometry, ModelConfig
@@ -98,7 +98,7 @@ def publish_index(path: str, entries: list[SampleEntry], segment: str = "ffff-sh
     directory = f"{path}/segments/{segment}"
     os.makedirs(directory)
     with open(f"{directory}/zarr.json", "wb") as file:
-        file.write(metadata.encode(metadata.segment_document(header)))
+        file.write(documents.encode(documents.segment_document(header)))
     return segment
 
 
@@ -507,7 +507,7 @@ def test_what_only_zarr_refuses(path: str, rng: np.random.Generator, change: Cal
         document = json.load(stream)
     change(document)
     with open(file, "wb") as binary:
-        binary.write(metadata.encode(metadata.sealed(document)))
+        binary.write(documents.encode(documents.sealed(document)))
     tracefile.open(path)["a/0"].materialize()
     (finding,) = findings(path)
     assert (finding["kind"], finding["path"]) == ("zarr-metadata", file)
@@ -642,7 +642,7 @@ def test_a_newer_format(path: str, rng: np.random.Generator) -> None:
         document = json.load(stream)
     document["attributes"]["tracefile"]["format"] = 2
     with open(f"{path}/zarr.json", "wb") as binary:
-        binary.write(metadata.encode(metadata.sealed(document)))
+        binary.write(documents.encode(documents.sealed(document)))
     result = cli("verify", path)
     assert result.exit_code == 2
     assert "upgrade tracefile" in result.stderr

@@ -22,7 +22,7 @@ from crc32c import crc32c
 from support import ids_of, in_fork, run_python
 
 import tracefile
-from tracefile import errors, metadata
+from tracefile import documents, errors, metadata
 from tracefile.format import HEADER_BYTES
 from tracefile.metadata import SegmentHeader, TraceHeader
 from tracefile.shard import encode_index, index_bytes
@@ -114,7 +114,7 @@ class Damaged:
     def publish(self, header: SegmentHeader) -> None:
         """Replace a segment's document by a sound one."""
         with open(os.path.join(self.path, "segments", header.id, "zarr.json"), "wb") as file:
-            file.write(metadata.encode(metadata.segment_document(header)))
+            file.write(documents.encode(documents.segment_document(header)))
 
     def rewrite_document(self, change: Callable[[dict[str, Any]], object], number: int = 0) -> None:
         """Change a segment's document and make its checksum good."""
@@ -122,7 +122,7 @@ class Damaged:
             document = json.load(file)
         change(document)
         with open(self.document(number), "w") as file:
-            json.dump(metadata.sealed(document), file)
+            json.dump(documents.sealed(document), file)
 
 
 @pytest.fixture
@@ -773,7 +773,7 @@ def test_documents_of_nonsense(damaged: Damaged, text: bytes) -> None:
 def test_a_later_format_version(damaged: Damaged) -> None:
     def later(document: dict[str, Any]) -> None:
         document["attributes"]["tracefile"].update(format=2, novelty=[1, 2, 3])
-        metadata.sealed(document)
+        documents.sealed(document)
 
     damaged.rewrite_document(later, 1)
     with pytest.raises(tracefile.FormatVersionError, match=r"has format version 2; .* upgrade tracefile") as caught:

@@ -18,7 +18,7 @@ import torch
 from support import ids_of, random_routing, run_python
 
 import tracefile
-from tracefile import metadata
+from tracefile import documents
 from tracefile.format import CODECS, BloscSettings, ChunkGeometry, new_segment_id, shard_header
 from tracefile.local_store import LocalStore
 from tracefile.metadata import SampleEntry, SegmentHeader, Span
@@ -233,7 +233,7 @@ def _publish(path: str, segment: str, samples: dict[str, Array]) -> None:
     renamed = dataclasses.replace(header, id=segment, samples=samples_there)
     assert renamed.trace_uuid == uuid
     with open(os.path.join(directory, "zarr.json"), "wb") as file:
-        file.write(metadata.encode(metadata.segment_document(renamed)))
+        file.write(documents.encode(documents.segment_document(renamed)))
     os.rename(directory, os.path.join(path, "segments", segment))
 
 
@@ -440,7 +440,7 @@ def _refer(path: str, samples: dict[str, SampleEntry], own: Array | None = None,
         }
         header = dataclasses.replace(old, samples=named)
     with open(os.path.join(path, "segments", segment, "zarr.json"), "wb") as file:
-        file.write(metadata.encode(metadata.segment_document(header)))
+        file.write(documents.encode(documents.segment_document(header)))
     return segment
 
 

@@ -240,7 +240,7 @@ class Follower(Iterator[tuple[str, LazyRoutedExperts]]):
         while True:
             while self._entries:
                 entry = self._entries.popleft()
-                if trace._samples.get(entry.id) is entry:  # else there is a newer revision
+                if trace._newest.entries.get(entry.id) is entry:  # else there is a newer revision
                     return entry.id, trace[entry.id]
             if self._segment >= len(trace._arrived):
                 return None

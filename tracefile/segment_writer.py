@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tracefile import metadata
+from tracefile import documents
 from tracefile._version import __version__
 from tracefile.encode import SampleEncoder
 from tracefile.errors import TraceError
@@ -34,7 +34,7 @@ from tracefile.store import publish_error, store_for
 from tracefile.validate import CaptureCheck, ValidateMode, capture_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from tracefile.metadata import SampleEntry
     from tracefile.revision import Part
@@ -94,8 +94,13 @@ class SegmentWriter:
         samples: Mapping[str, Sequence[Part]],
         weight_version: int | str | None = None,
         num_tokens: int | None = None,
-    ) -> SegmentHeader:
+    ) -> list[Rows]:
         """Publish a segment that lists ``samples``, each of ``num_tokens`` tokens, if that is said.
+
+        Returns
+        -------
+        list of Rows
+            Of each sample.
 
         Raises
         ------
@@ -142,9 +147,11 @@ class SegmentWriter:
                 () if weight_version is None or not shard.rows else (WeightRange(0, shard.rows, weight_version),),
                 tuple(finding.as_json() for finding in findings),
             )
-            document = metadata.encode(metadata.segment_document(header))
+            document = documents.encode(documents.segment_document(header))
             write_file(os.path.join(build, METADATA_NAME), document, self._durable)
-            store.publish(path, segment, build, durable=self._durable)
+            # What a store wants held of a segment is held from its publication on, and of others from before it.
+            handles = {name: store.handle(path, name) for name in _named(entries.values()) - {segment}}
+            handles[segment] = store.publish(path, segment, build, durable=self._durable)
         except BaseException as error:
             if build:
                 store.discard(build)
@@ -153,7 +160,7 @@ class SegmentWriter:
             raise
         if sharing is not None:
             sharing.commit()
-        return header
+        return [Rows.of_sample(entry, self._trace, lambda _, name: handles[name]) for entry in entries.values()]
 
     def close(self) -> None:
         """Let the encoders' buffers go."""
@@ -203,6 +210,10 @@ class SegmentWriter:
         out = np.empty((len(layers), len(rows), self._config.top_k), self._config.dtype)
         read_rows(rows, layers, self._config, out, keep=False)
         return out.transpose(1, 0, 2)
+
+
+def _named(entries: Iterable[SampleEntry]) -> set[str]:
+    return {span.segment for entry in entries for span in entry.spans}
 
 
 class _BegunSample:

@@ -15,7 +15,7 @@ import os
 import uuid as uuid_module
 from typing import TYPE_CHECKING, ClassVar
 
-from tracefile import metadata
+from tracefile import documents
 from tracefile.errors import (
     ConfigurationMismatchError,
     MetadataDamagedError,
@@ -120,14 +120,29 @@ class Store(abc.ABC):
         """A new local directory to build a segment in; to be handed to :meth:`publish` or :meth:`discard`."""
 
     @abc.abstractmethod
-    def publish(self, trace: str, segment: str, build: str, *, durable: bool) -> None:
+    def publish(self, trace: str, segment: str, build: str, *, durable: bool) -> object:
         """Make a segment visible, at once and whole; its directory ``build`` is gone then.
+
+        Returns
+        -------
+        object or None
+            What :meth:`handle` gives of it.
 
         Raises
         ------
         PublishError
             It is visible, but the store does not vouch that it will survive a crash.
         """
+
+    def handle(self, trace: str, segment: str) -> object:
+        """What a lazy tensor must hold for the segment to live; ``None`` where a name is enough.
+
+        Raises
+        ------
+        SegmentMissingError
+            It would be needed, and this process has it no more.
+        """
+        return None
 
     @abc.abstractmethod
     def discard(self, build: str) -> None:
@@ -150,7 +165,11 @@ class Store(abc.ABC):
 
 
 #: Where the stores that come with tracefile are; imported when a path of theirs is met.
-_MODULES = {"": "tracefile.local_store", "file": "tracefile.local_store"}
+_MODULES = {
+    **dict.fromkeys(("", "file"), "tracefile.local_store"),
+    **dict.fromkeys(("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https"), "tracefile.object_store"),
+    "ray": "tracefile.integrations.ray.store",
+}
 _stores: dict[str, Store] = {}
 
 
@@ -204,9 +223,9 @@ def read_trace_header(path: str) -> TraceHeader:
     raw = store_for(path).read_root(path)
     where = os.path.join(path, METADATA_NAME)
     try:
-        return metadata.parse_trace_header(raw, where)
+        return documents.parse_trace_header(raw, where)
     except MetadataDamagedError as error:
-        if metadata.is_another_node(raw):
+        if documents.is_another_node(raw):
             raise NotATraceError(f"{path} holds another kind of Zarr node, not a trace", path=path) from error
         raise
 
@@ -241,8 +260,8 @@ def create_trace(path: str, config: ModelConfig, *, durable: bool) -> TraceHeade
     if header is None:
         header = TraceHeader(uuid_module.uuid4().hex, config)
         files = {
-            METADATA_NAME: metadata.encode(metadata.group_document(header)),
-            f"{SEGMENTS_NAME}/{METADATA_NAME}": metadata.encode(metadata.group_document()),
+            METADATA_NAME: documents.encode(documents.group_document(header)),
+            f"{SEGMENTS_NAME}/{METADATA_NAME}": documents.encode(documents.group_document()),
         }
         try:
             if not store_for(path).create(path, files, durable=durable):
@@ -309,7 +328,9 @@ def read_segment_headers(
     places = [os.path.join(segment_path(trace_path, segment), METADATA_NAME) for segment in segments]
     found: dict[str, SegmentHeader | TraceError | OSError] = {}
     for segment, where, raw in zip(segments, places, store_for(trace_path).read_all(places), strict=True):
-        if isinstance(raw, FileNotFoundError | NotADirectoryError):
+        if isinstance(raw, TraceError):
+            found[segment] = raw
+        elif isinstance(raw, FileNotFoundError | NotADirectoryError):
             found[segment] = SegmentMissingError(
                 f"{where} is gone: segment {segment} was deleted or not copied whole; restore it",
                 path=where,

@@ -12,9 +12,11 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from tracefile.documents import parse_segment_header
 from tracefile.errors import MetadataDamagedError, OptionError, SegmentMissingError, TraceError
 from tracefile.format import METADATA_NAME, ModelConfig, segment_path
-from tracefile.metadata import SegmentHeader, TraceHeader, parse_segment_header
+from tracefile.metadata import SegmentHeader, TraceHeader
+from tracefile.revisions import Newest
 from tracefile.store import list_segments, read_segment_headers, store_for
 
 if TYPE_CHECKING:
@@ -95,17 +97,15 @@ class Survey:
 
     def samples(self) -> dict[str, Revision]:
         """The revision of each sample that counts, in the order in which the samples came."""
-        newest: dict[str, Revision] = {}
-        for segment, header in self.segments.items():
-            newest.update((sample, Revision(segment, entry, False)) for sample, entry in header.samples.items())
-        return newest
+        newest = {each.entry.id: each for each in self.revisions() if not each.superseded}
+        return {sample: newest[sample] for sample in Newest(self.segments.values()).entries}
 
     def revisions(self) -> Iterator[Revision]:
         """Every revision of every sample, oldest first."""
-        newest = self.samples()
+        newest = Newest(self.segments.values()).entries
         for segment, header in self.segments.items():
             for sample, entry in header.samples.items():
-                yield Revision(segment, entry, newest[sample].listed_in != segment)
+                yield Revision(segment, entry, newest.get(sample) is not entry)
 
     def holdings(self) -> dict[str, list[Holding]]:
         """Whose rows each segment holds; also of segments that are damaged or absent."""

@@ -12,6 +12,7 @@ from tracefile.errors import ClosedError, SampleIdError, SampleNotFoundError, Wa
 from tracefile.format import is_segment_id
 from tracefile.lazy import LazyRoutedExperts
 from tracefile.metadata import WeightRange
+from tracefile.revisions import Newest
 from tracefile.runs import Rows, TraceRef, check_fill
 from tracefile.segments import segment_pool
 from tracefile.source import check_source_kind
@@ -21,6 +22,7 @@ from tracefile.store import (
     read_segment_header,
     read_segment_headers,
     read_trace_header,
+    store_for,
 )
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         self._header = read_trace_header(self.path)
         self._ref = TraceRef(self.path, self._header.uuid, check_source_kind(source))
         self.segments: dict[str, SegmentHeader] = {}
-        self._samples: dict[str, SampleEntry] = {}
+        self._newest = Newest()
         self._arrived: list[SegmentHeader] = []  # in the order in which they were seen, for followers
         self._damaged_since: dict[str, float] = {}
         self._closed = False
@@ -119,25 +121,21 @@ class Trace(Mapping[str, LazyRoutedExperts]):
             new = {segment: header for segment, header in new.items() if segment not in self.segments}
             if not self.segments or not new or min(new) > next(reversed(self.segments)):
                 for header in new.values():
-                    self._samples.update(header.samples)
+                    self._newest.add(header)
                 self._arrived.extend(new.values())
                 self.segments.update(new)
             else:
-                # A segment that was begun earlier was committed later: they count in the order of their ids.
+                # A segment that was begun earlier was committed later: they are listed in the order of their ids.
                 segments = dict(sorted((self.segments | new).items()))
-                samples: dict[str, SampleEntry] = {}
-                for header in segments.values():
-                    samples.update(header.samples)
-                self._samples = samples
+                self._newest = Newest(segments.values(), known=self._newest)
                 self._arrived.extend(new.values())
                 self.segments = segments
-        # Of those, a late segment's may be older revisions of what was there.
         return list(
             dict.fromkeys(
                 sample
                 for header in new.values()
                 for sample, entry in header.samples.items()
-                if self._samples[sample] is entry
+                if self._newest.entries.get(sample) is entry
             )
         )
 
@@ -199,7 +197,7 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         missing = list(dict.fromkeys(wanted))
         with watch_segments(self) as watcher:
             for damaged in looks(self, watcher, timeout):
-                missing = [sample for sample in missing if sample not in self._samples]
+                missing = [sample for sample in missing if sample not in self._newest.entries]
                 if not missing:
                     return [self[sample] for sample in wanted]
                 self._check_open()
@@ -282,11 +280,10 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         """
         self._check_open()
         try:
-            return self._samples[sample_id]
+            return self._newest.entries[sample_id]
         except KeyError:
             raise SampleNotFoundError(
-                f"{self.path} has no sample {sample_id!r} among {len(self._samples)}; if it was committed since, call"
-                " refresh()",
+                f"{self.path} has no sample {sample_id!r} among {len(self)}; if it was committed since, call refresh()",
                 path=self.path,
                 sample=sample_id,
             ) from None
@@ -343,17 +340,17 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         return ranges
 
     def __getitem__(self, sample_id: str) -> LazyRoutedExperts:
-        rows = Rows.of_sample(self.entry(sample_id), self._ref)
+        rows = Rows.of_sample(self.entry(sample_id), self._ref, store_for(self.path).handle)
         return LazyRoutedExperts.from_rows(rows, self.config, fill=self.fill)
 
     def __contains__(self, sample_id: object) -> bool:
-        return sample_id in self._samples
+        return sample_id in self._newest.entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._samples)
+        return iter(self._newest.entries)
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self._newest.entries)
 
     @property
     def stats(self) -> ReadStats:
