@@ -19,7 +19,7 @@ import torch
 from support import fork, ids_of, in_fork, join, run_python
 
 import tracefile
-from tracefile import read as read_module
+from tracefile import decode as decode_module
 from tracefile.cache import chunk_cache
 from tracefile.segments import segment_pool
 from tracefile.shard import ChunkDecoder
@@ -146,7 +146,7 @@ def test_a_fork_while_another_thread_holds_a_lock(path: str, lock: str) -> None:
     tracefile.configure(decode_threads=3)
     trace = tracefile.open(path)
     trace["s0"][:, 0].numpy()
-    owner: Any = {"segments": segment_pool, "cache": chunk_cache, "decode threads": read_module._pool}[lock]
+    owner: Any = {"segments": segment_pool, "cache": chunk_cache, "decode threads": decode_module._pool}[lock]
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -478,7 +478,7 @@ def test_each_file_is_closed_once(path: str, source: str, counted_closes: list[i
 def test_a_segment_in_use_outlives_its_eviction(path: str) -> None:
     """Evicted in the middle of a read: the reader goes on, and the file is closed after it."""
     values = _write(path, 2, 300, codec="none", layers_per_chunk=1, rows_per_chunk=64)
-    tracefile.configure(max_open_segments=1, decode_threads=1, cache_bytes=0)
+    tracefile.configure(max_open_segments=1, decode_threads=1, cache_bytes=0, native=False)  # to meet each chunk
     trace = tracefile.open(path, source="mmap")
     trace["s0"][:1, 0].numpy()
     _evict_while_decoding(trace, values)

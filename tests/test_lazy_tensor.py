@@ -308,6 +308,16 @@ def test_copies_and_files_are_references(sample: Sample) -> None:
     assert torch.equal(loaded[1], sample.eager)
 
 
+def test_copies_of_nothing(sample: Sample) -> None:
+    """No rows, no layers, or padding of no bytes."""
+    empty = torch.cat([sample.lazy[:2, :0], torch.zeros((1, 0, TOP_K), dtype=torch.int32)])
+    for nothing in (sample.lazy[:0], sample.lazy[:, :0], empty):
+        again = pickle.loads(pickle.dumps(nothing))
+        assert isinstance(again, LazyRoutedExperts)
+        assert again.shape == nothing.shape
+        assert again.tolist() == nothing.tolist()
+
+
 def test_autograd_through_gather(sample: Sample) -> None:
     weights = torch.randn(ROWS, EXPERTS, requires_grad=True)
     weights.gather(1, sample.lazy[:, 2].long()).sum().backward()

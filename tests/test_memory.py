@@ -47,7 +47,7 @@ def rank(number):
         for layer in range(local.shape[1]):
             total += int(local[:, layer].materialize().sum())
         peak = max(peak, anonymous())
-    print(json.dumps([peak, total]), flush=True)
+    os.write(1, json.dumps([peak, total]).encode() + b"\\n")  # whole: ranks share the pipe
 
 for first in range(0, 8, 2):
     children = []

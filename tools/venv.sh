@@ -1,7 +1,7 @@
 # Sourced by the tools: makes .venv with tracefile and its development dependencies, once per change of either.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-stamp=$(cat pyproject.toml tools/constraints.txt | sha256sum | cut -d' ' -f1)
+stamp=$(cat pyproject.toml tools/constraints.txt tools/build_native.py tracefile/_decode.c | sha256sum | cut -d' ' -f1)
 if [ "$(cat .venv/stamp 2>/dev/null || true)" != "$stamp" ]; then
     echo "Setting up .venv (a few minutes the first time) ..."
     "${PYTHON:-python3}" -m venv .venv

@@ -62,9 +62,9 @@ class ChunkCache:
     def __len__(self) -> int:
         return len(self._chunks)
 
-    @property
-    def enabled(self) -> bool:
-        return self._budget() > 0
+    def accepts(self, nbytes: int) -> bool:
+        """Whether the budget allows a chunk of so many bytes."""
+        return nbytes <= self._budget()
 
     def take(self, key: Key, layers: int) -> np.ndarray[Any, Any] | None:
         """The chunk, if it is held; ``layers`` of it (a bit each) are then taken."""
@@ -84,7 +84,7 @@ class ChunkCache:
         """Keep a chunk until ``layers`` of it (a bit each) have been taken, or :data:`ALWAYS`."""
         budget = self._budget()
         if chunk.nbytes > budget:
-            return
+            return  # lowered meanwhile
         if _is_borrowed(chunk):
             chunk = chunk.copy()
         with self._lock:

@@ -6,7 +6,8 @@ import itertools
 import os
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 from tracefile.cache import chunk_cache
 from tracefile.errors import ShardDamagedError
@@ -19,8 +20,15 @@ from tracefile.stats import ReadStats
 from tracefile.store import read_segment_header, store_for
 
 if TYPE_CHECKING:
-    from tracefile.runs import TraceRef
+    from collections.abc import Callable, Sequence
 
+    from tracefile.runs import SegmentRef, TraceRef
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: Round trips that one read makes at the same time.
+_THREADS = 32
 _serial = itertools.count()
 
 
@@ -82,6 +90,12 @@ class OpenSegment:
             source.close()
 
 
+def in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Do something that mostly waits for each of ``items``, many at a time."""
+    with ThreadPoolExecutor(min(len(items), _THREADS)) as threads:
+        return list(threads.map(work, items))
+
+
 class SegmentPool:
     """The open segments of this process, least recently used closed first. Safe for threads and fork."""
 
@@ -108,6 +122,21 @@ class SegmentPool:
             self._open.move_to_end(key)
         self.trim()
         return opened
+
+    def get_all(self, refs: Sequence[SegmentRef], config: ModelConfig) -> dict[SegmentRef, OpenSegment]:
+        """Several open segments; those that have to be opened first together, where that takes round trips."""
+
+        def get(ref: SegmentRef) -> OpenSegment:
+            return self.get(ref.trace, config, ref.id)
+
+        if len(refs) > 1:
+            with self._lock:
+                closed = [ref for ref in refs if (ref.trace, ref.id) not in self._open]
+            slow = [ref for ref in closed if store_for(ref.trace.path).round_trips]
+            if len(slow) > 1:
+                opened = dict(zip(slow, in_threads(get, slow), strict=True))
+                return {ref: opened[ref] if ref in opened else get(ref) for ref in refs}
+        return {ref: get(ref) for ref in refs}
 
     def trim(self) -> None:
         """Close the segments that ``max_open_segments`` has no room for."""

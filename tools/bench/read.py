@@ -36,6 +36,7 @@ from timing import Timing, side_by_side
 from workload import SHAPES, ModelShape, synthetic_routing
 
 import tracefile
+from tracefile import native
 from tracefile.format import segment_path
 from tracefile.segments import OpenSegment, segment_pool
 
@@ -307,7 +308,8 @@ def patterns(directory: str, shape: ModelShape, rounds: int) -> None:
     int32 = sum(array.nbytes for array in arrays)
     console.print(
         f"\n[bold]{shape}[/], {TOKENS} tokens a sample; chunks of {geometry.layers_per_chunk} layers x"
-        f" {geometry.rows_per_chunk} rows; {int32 / 2**20:.0f} MiB as int32, {files.stored_bytes / 2**20:.0f} stored"
+        f" {geometry.rows_per_chunk} rows; {int32 / 2**20:.0f} MiB as int32, {files.stored_bytes / 2**20:.0f} stored;"
+        f" native decoder {native.status()}"
     )
     for title, contenders in (
         ("(a) rank shard, cp 2 x tp 4, one sample", shard_contenders(files, 1, True)),
