@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from object_server import bucket, s3_server  # noqa: F401 - fixtures
 
 import tracefile
 from tracefile.read import chunk_observers
@@ -52,4 +53,5 @@ def decoded() -> Iterator[list[tuple[str, int, int]]]:
 @pytest.fixture(autouse=True)
 def threads_for_small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests read little; what threads do for large reads they are to do here as well."""
-    monkeypatch.setattr("tracefile.read._CHUNKS_PER_THREAD", 4)
+    monkeypatch.setattr("tracefile.decode._CHUNKS_PER_THREAD", 4)
+    monkeypatch.setattr("tracefile.decode._NATIVE_BYTES_PER_THREAD", 100)
