@@ -20,7 +20,7 @@ import numpy as np
 from tracefile.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tracefile.metadata import SampleEntry
 
@@ -36,10 +36,15 @@ class TraceRef(NamedTuple):
 
 
 class SegmentRef(NamedTuple):
-    """Names a segment of a trace."""
+    """Names a segment of a trace.
+
+    ``handle`` keeps it alive where segments live only as long as they are referred to; a store's, one for each
+    segment and process.
+    """
 
     trace: TraceRef
     id: str
+    handle: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +217,19 @@ class Rows:
         return cls(tuple(kept), tuple(ends), all(isinstance(run, StoredRun) for run in kept))
 
     @classmethod
-    def of_sample(cls, entry: SampleEntry, trace: TraceRef) -> Rows:
-        """The rows of a sample of ``trace``; those that were never captured become missing runs."""
-        stored = cls.of(StoredRun(SegmentRef(trace, span.segment), span.start, span.stop) for span in entry.spans)
+    def of_sample(cls, entry: SampleEntry, trace: TraceRef, handle: Callable[[str, str], object] | None = None) -> Rows:
+        """The rows of a sample of ``trace``; those that were never captured become missing runs.
+
+        ``handle`` gives what keeps a segment of a trace alive.
+        """
+        stored = cls.of(
+            StoredRun(
+                SegmentRef(trace, span.segment, None if handle is None else handle(trace.path, span.segment)),
+                span.start,
+                span.stop,
+            )
+            for span in entry.spans
+        )
         parts, done = [], 0
         for start, stop in entry.missing:
             parts += [stored[done:start], cls.of([MissingRun(0, stop - start)])]
@@ -344,7 +359,10 @@ def encode_rows(rows: Rows) -> tuple[Any, ...]:
     deflated = zlib.compress(data) if 64 < len(data) <= _DEFLATED_BYTES else data
     return (
         tuple(tuple(trace) for trace in traces),
-        tuple((traces.index(segment.trace), segment.id) for segment in segments),
+        tuple(
+            (traces.index(segment.trace), segment.id, *(() if segment.handle is None else (segment.handle,)))
+            for segment in segments
+        ),
         tuple(runs),
         len(data),
         # None, not b"": old pickle protocols spell that as a call of bytes, which torch.load refuses.
@@ -356,7 +374,8 @@ def decode_rows(encoded: tuple[Any, ...]) -> Rows:
     """The inverse of :func:`encode_rows`."""
     raw_traces, raw_segments, raw_runs, size, data = encoded
     traces = [TraceRef(*trace) for trace in raw_traces]
-    segments = [SegmentRef(traces[number], name) for number, name in raw_segments]
+    segments = [SegmentRef(traces[number], *named) for number, *named in raw_segments]
+    data = data or b""
     if data and len(data) < size:
         data = zlib.decompress(data, bufsize=size)
     offset = 0
