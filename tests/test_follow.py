@@ -244,7 +244,7 @@ def test_a_commit_that_inotify_does_not_tell_of(
     monkeypatch.setattr(
         inotify_simple.INotify, "add_watch", lambda inotify, name, mask: add_watch(inotify, name, deleted)
     )
-    monkeypatch.setattr(follow_module, "is_network_file_system", lambda kind: shared)
+    monkeypatch.setattr("tracefile.source.is_network_file_system", lambda kind: shared)
     monkeypatch.setattr(follow_module, "WATCHED_POLL_SECONDS", 1000.0 if shared else 0.2)
     trace = tracefile.open(path)
     with _later(lambda: _append(writer, "a"), 0.3):
@@ -298,7 +298,7 @@ def test_a_file_system_with_a_coarse_clock(
 ) -> None:
     """Commits that the directory's time does not show: soon after each other, or, by another host, at any time."""
     monkeypatch.setitem(sys.modules, "inotify_simple", None)
-    monkeypatch.setattr(follow_module, "is_network_file_system", lambda kind: shared)
+    monkeypatch.setattr("tracefile.source.is_network_file_system", lambda kind: shared)
     segments = os.path.join(path, "segments")
     now = 1e9 if shared else time.time()
 
@@ -374,7 +374,7 @@ def test_a_trace_that_is_removed(
     monkeypatch.setattr(follow_module, "WATCHED_POLL_SECONDS", 0.2)
     trace = tracefile.open(path)
     follower = trace.follow()
-    with _later(lambda: os.rename(path, path + ".gone")), pytest.raises(tracefile.MetadataDamagedError, match="gone"):
+    with _later(lambda: os.rename(path, path + ".gone")), pytest.raises(tracefile.TraceNotFoundError, match="gone"):
         next(follower)
     os.rename(path + ".gone", path)
     _append(writer, "a")

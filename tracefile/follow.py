@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tracefile.errors import ClosedError
 from tracefile.lazy import LazyRoutedExperts
-from tracefile.source import file_system_type, is_network_file_system
+from tracefile.source import is_shared
 from tracefile.store import store_for
 
 if TYPE_CHECKING:
@@ -58,13 +58,6 @@ def _watch(directory: str) -> Any:
     return inotify
 
 
-def _is_shared(directory: str) -> bool:
-    try:
-        return is_network_file_system(file_system_type(directory))
-    except OSError:
-        return True
-
-
 class Watcher:
     """Tells when to look at a directory, or at what is none, again. For one thread; starts anew after a fork.
 
@@ -91,7 +84,7 @@ class Watcher:
     def _start(self) -> None:
         self.close()
         self._inotify = None if self._directory is None else _watch(self._directory)
-        self._shared = self._directory is None or _is_shared(self._directory)
+        self._shared = self._directory is None or is_shared(self._directory)
         self._listed_time = None
         trusted = self._inotify is not None and not self._shared
         self._between = (WATCHED_POLL_SECONDS, WATCHED_POLL_SECONDS) if trusted else self._poll_seconds

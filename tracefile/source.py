@@ -15,16 +15,18 @@ import mmap
 import os
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from tracefile.errors import OptionError, SegmentMissingError, ShardDamagedError
+from tracefile.errors import OptionError, SegmentMissingError, ShardDamagedError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 SourceKind = Literal["auto", "mmap", "pread"]
 
 #: ``pread`` merges ranges that lie closer than this, and reads at most so much at once.
 MERGE_GAP_BYTES = 64 * 1024
 MERGED_READ_BYTES = 4 * 1024 * 1024
+#: How many reads ahead ``pread`` has the file system fetch, so that their latencies overlap.
+READS_AHEAD = 8
 
 _NETWORK_FILE_SYSTEMS = {
     "9p", "afs", "beegfs", "ceph", "cifs", "cvmfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
@@ -47,7 +49,7 @@ class Source(Protocol):
         ...
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
-        """The bytes of several ``(offset, nbytes)``, in order, each valid until the next is asked for."""
+        """The bytes of several ``(offset, nbytes)``, in order, each valid as long as somebody holds it."""
         ...
 
     def close(self) -> None: ...
@@ -89,6 +91,14 @@ def is_network_file_system(fs_type: str) -> bool:
     return fs_type in _NETWORK_FILE_SYSTEMS or fs_type.startswith("fuse") or not fs_type
 
 
+def is_shared(directory: str) -> bool:
+    """Whether other hosts may write to what a directory's file system shows, or nobody knows."""
+    try:
+        return is_network_file_system(file_system_type(directory))
+    except OSError:
+        return True
+
+
 def open_source(path: str, *, kind: SourceKind, size: int, segment: str) -> Source:
     """Open the shard file at ``path``, which must have ``size`` bytes.
 
@@ -107,6 +117,8 @@ def open_source(path: str, *, kind: SourceKind, size: int, segment: str) -> Sour
             path=path,
             segment=segment,
         ) from None
+    except OSError as error:
+        raise _unreadable(path, segment, error) from error
     try:
         if kind == "auto":
             kind = "pread" if is_network_file_system(_type_of_device(os.fstat(fd).st_dev)) else "mmap"
@@ -115,6 +127,16 @@ def open_source(path: str, *, kind: SourceKind, size: int, segment: str) -> Sour
     except BaseException:
         os.close(fd)
         raise
+
+
+def _unreadable(path: str, segment: str, error: OSError) -> StoreError:
+    return StoreError(
+        f"{path} cannot be read ({error.strerror or error}); see whether its file server answers and lets you, or"
+        " restore the file from a copy",
+        path=path,
+        segment=segment,
+        errno=error.errno,
+    )
 
 
 def _check_size(actual: int, size: int, path: str, segment: str) -> None:
@@ -164,23 +186,30 @@ class PreadSource:
     kind = "pread"
 
     def __init__(self, fd: int, path: str, size: int, segment: str) -> None:
+        # Which ranges are wanted is known here; what the kernel would guess beyond them crosses the network in vain.
+        _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         self.fd = fd
         self.path = path
         self.size = size
         self.segment = segment
 
     def check_size(self) -> None:
-        _check_size(os.fstat(self.fd).st_size, self.size, self.path, self.segment)
+        try:
+            size = os.fstat(self.fd).st_size
+        except OSError as error:
+            raise _unreadable(self.path, self.segment, error) from error
+        _check_size(size, self.size, self.path, self.segment)
 
     def close(self) -> None:
         if self.fd >= 0:
-            os.close(self.fd)
+            with contextlib.suppress(OSError):  # a file server that is gone; nothing was written here
+                os.close(self.fd)
             self.fd = -1
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        data = os.pread(self.fd, nbytes, offset)
+        data = self._pread(offset, nbytes)
         while len(data) < nbytes:  # a network file system may return less than asked
-            more = os.pread(self.fd, nbytes - len(data), offset + len(data))
+            more = self._pread(offset + len(data), nbytes - len(data))
             if not more:
                 self.check_size()
                 raise ShardDamagedError(
@@ -191,11 +220,25 @@ class PreadSource:
             data += more
         return memoryview(data)
 
+    def _pread(self, offset: int, nbytes: int) -> bytes:
+        try:
+            return os.pread(self.fd, nbytes, offset)
+        except OSError as error:
+            raise _unreadable(self.path, self.segment, error) from error
+
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
-        for first, last, start, stop in merge_ranges(ranges):
+        reads = list(merge_ranges(ranges))
+        for number, (first, last, start, stop) in enumerate(reads):
+            for _, _, low, high in reads[number + READS_AHEAD if number else 1 : number + READS_AHEAD + 1]:
+                _advise(self.fd, low, high - low, os.POSIX_FADV_WILLNEED)
             block = self.read(start, stop - start)
             for offset, nbytes in ranges[first:last]:
                 yield block[offset - start : offset - start + nbytes]
+
+
+def _advise(fd: int, offset: int, nbytes: int, advice: int) -> None:
+    with contextlib.suppress(OSError):  # advice; a file system may not take it
+        os.posix_fadvise(fd, offset, nbytes, advice)
 
 
 def merge_ranges(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
@@ -226,3 +269,49 @@ def merge_ranges(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, 
             start, stop, last = low, high, last + 1
         yield first, last, start, stop
         first = last
+
+
+class BufferSource:
+    """Memory that others share: had with the first read, and again once it was let go.
+
+    Parameters
+    ----------
+    get : callable
+        Gives the bytes, to this source.
+    path, size, segment
+        As for :func:`open_source`.
+    """
+
+    kind = "buffer"
+
+    def __init__(self, get: Callable[[BufferSource], memoryview], path: str, size: int, segment: str) -> None:
+        self.path = path
+        self.size = size
+        self.segment = segment
+        self._get = get
+        self._view: memoryview | None = None
+
+    def _bytes(self) -> memoryview:
+        view = self._view
+        if view is None:
+            view = self._get(self)
+            _check_size(len(view), self.size, self.path, self.segment)
+            self._view = view
+        return view
+
+    def check_size(self) -> None:
+        self._bytes()
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        return self._bytes()[offset : offset + nbytes]
+
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
+        view = self._bytes()
+        for offset, nbytes in ranges:
+            yield view[offset : offset + nbytes]
+
+    def let_go(self) -> None:
+        """Hold the memory no longer; reads that are under way do."""
+        self._view = None
+
+    close = let_go
