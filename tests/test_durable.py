@@ -22,9 +22,9 @@ def record_calls(calls: list[tuple[str, str]]) -> Any:
         calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
         fsync(fd)
 
-    def noted_rename(source: str, target: str) -> None:
+    def noted_rename(source: str, target: str, **options: int) -> None:
         calls.append(("rename", target))
-        rename(source, target)
+        rename(source, target, **options)
 
     return mock.patch.multiple(os, fsync=noted_fsync, rename=noted_rename)
 

@@ -69,12 +69,12 @@ class _Disk:
         self._rename = os.rename
         monkeypatch.setattr(os, "rename", self._held_rename)
 
-    def _held_rename(self, source: str, target: str) -> None:
+    def _held_rename(self, source: str, target: str, **options: int) -> None:
         self.held += 1
         assert self._passes.acquire(timeout=30)
         if self.error is not None:
             raise self.error
-        self._rename(source, target)
+        self._rename(source, target, **options)
 
     def let(self, publishers: int = 1) -> None:
         self._passes.release(publishers)
@@ -617,7 +617,7 @@ _EXIT = """
 import asyncio, os, sys, time, numpy as np, tracefile
 writer = tracefile.TraceWriter(sys.argv[1], num_layers=4, top_k=2, num_experts=64)
 rename = os.rename
-os.rename = lambda *names: (time.sleep(0.05), rename(*names))
+os.rename = lambda *names, **options: (time.sleep(0.05), rename(*names, **options))
 ids = np.ones((50, 4, 2), np.int32)
 loop = asyncio.new_event_loop()
 tasks = [loop.create_task(writer.append_async(f"{n}", ids)) for n in range(20)]

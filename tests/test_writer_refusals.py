@@ -603,8 +603,8 @@ def test_a_rename_whose_answer_was_lost(path: str, monkeypatch: pytest.MonkeyPat
     """A network file system may do it, and say that it failed."""
     real = os.rename
 
-    def rename(source: str, target: str) -> None:
-        real(source, target)
+    def rename(source: str, target: str, **options: int) -> None:
+        real(source, target, **options)
         raise OSError(errno.EIO, "no answer")
 
     with _writer(path) as writer:

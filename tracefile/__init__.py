@@ -21,6 +21,7 @@ from tracefile.errors import (
     NotATraceError,
     OptionError,
     PublishError,
+    QuotaExceededError,
     RoutedExpertsShapeError,
     RoutedExpertsTypeError,
     SampleGapError,
@@ -28,7 +29,9 @@ from tracefile.errors import (
     SampleNotFoundError,
     SegmentMissingError,
     ShardDamagedError,
+    StoreError,
     TraceError,
+    TraceMismatchError,
     TraceNotFoundError,
     WaitTimeoutError,
 )
@@ -63,6 +66,7 @@ __all__ = [
     "NotATraceError",
     "FormatVersionError",
     "ConfigurationMismatchError",
+    "TraceMismatchError",
     "DamagedTraceError",
     "MetadataDamagedError",
     "SegmentMissingError",
@@ -85,5 +89,7 @@ __all__ = [
     "LazyTensorError",
     "ClosedError",
     "PublishError",
+    "StoreError",
+    "QuotaExceededError",
     "OptionError",
 ]

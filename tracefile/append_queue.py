@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +27,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 T = TypeVar("T")
+
+_running = threading.local()
+
+
+def is_cancelled() -> bool:
+    """Whether the coroutine that awaits what this thread does was cancelled, so that waiting is no use any more."""
+    cancelled: threading.Event | None = getattr(_running, "cancelled", None)
+    return cancelled is not None and cancelled.is_set()
+
+
+def _run_cancellable(call: Callable[[], T], cancelled: threading.Event) -> T:
+    _running.cancelled = cancelled
+    try:
+        return call()
+    finally:
+        _running.cancelled = None
 
 
 class AppendQueue:
@@ -85,10 +102,11 @@ class AppendQueue:
             Whatever ``call`` raises.
         """
         held = [_after_streams(call, arrays)]
+        cancelled = threading.Event()
         future: Future[T] | None = None
         try:
-            future = self._submit(lambda: held.pop()())
-            await _settled(future)
+            future = self._submit(lambda: _run_cancellable(held.pop(), cancelled))
+            await _settled(future, cancelled)
             return future.result()
         finally:
             if future is None or future.cancel():
@@ -140,8 +158,8 @@ def _arrival(future: Future[Any]) -> asyncio.Future[None]:
     return arrived
 
 
-async def _settled(future: Future[Any]) -> None:
-    """Wait for ``future``, even when cancelled, unless it can be taken back."""
+async def _settled(future: Future[Any], told: threading.Event) -> None:
+    """Wait for ``future``, even when cancelled, unless it can be taken back; sets ``told`` then."""
     arrived = _arrival(future)
     cancelled: tuple[Any, ...] | None = None
     while not future.done():
@@ -151,6 +169,7 @@ async def _settled(future: Future[Any]) -> None:
             if future.cancel():
                 raise
             cancelled = error.args
+            told.set()
     if cancelled is not None:
         raise asyncio.CancelledError(*cancelled)
 

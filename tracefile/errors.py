@@ -17,6 +17,7 @@ __all__ = [
     "NotATraceError",
     "FormatVersionError",
     "ConfigurationMismatchError",
+    "TraceMismatchError",
     "DamagedTraceError",
     "MetadataDamagedError",
     "SegmentMissingError",
@@ -39,6 +40,8 @@ __all__ = [
     "LazyTensorError",
     "ClosedError",
     "PublishError",
+    "StoreError",
+    "QuotaExceededError",
     "OptionError",
 ]
 
@@ -109,6 +112,10 @@ class FormatVersionError(TraceError, ValueError):
 
 class ConfigurationMismatchError(TraceError, ValueError):
     """A writer's model configuration differs from the trace's. Attributes ``ours`` and ``theirs``."""
+
+
+class TraceMismatchError(TraceError, ValueError):
+    """One trace was to be copied onto another one. Attributes ``ours`` and ``theirs``: their uuids."""
 
 
 class DamagedTraceError(TraceError):
@@ -197,6 +204,17 @@ class ClosedError(TraceError, ValueError):
 
 class PublishError(TraceError, OSError):
     """A segment could not be written or made visible; nothing of it was published."""
+
+
+class StoreError(TraceError, OSError):
+    """A store does not answer, or cannot read a file.
+
+    Attribute ``attempts``: how often an object store was asked, where it did not answer.
+    """
+
+
+class QuotaExceededError(TraceError, OSError):
+    """The trace would be larger than its writer's quota; nothing was published. Attributes ``quota``, ``used``."""
 
 
 class OptionError(TraceError, ValueError):

@@ -214,13 +214,15 @@ def check_codec(codec: str) -> CodecName:
 _last_segment_time = 0
 
 
-def new_segment_id() -> str:
+def new_segment_id(after: str = "") -> str:
     """A segment id no other writer will choose.
 
     Ids made later in one process sort later, even if its clock is set back; between hosts, up to the skew of
-    their clocks.
+    their clocks, unless it is to come ``after`` a known one.
     """
     global _last_segment_time
+    if re.fullmatch("[0-9a-f]{16}", after[:16]):
+        _last_segment_time = max(_last_segment_time, int(after[:16], 16))
     _last_segment_time = now = max(time.time_ns(), _last_segment_time + 1)
     return f"{now:016x}-{secrets.token_hex(6)}"
 

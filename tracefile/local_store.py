@@ -1,22 +1,32 @@
 """A trace as a directory, on a disk of this host or one that hosts share.
 
 Commit is a rename: a writer builds a segment in the staging directory beside the trace and renames it into
-``segments/``; deleting is the rename back.
+``segments/``; deleting is the rename back. A trace as a whole is renamed away before it is removed, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import stat
 from typing import TYPE_CHECKING
 
 from tracefile.errors import NotATraceError, PublishError, TraceNotFoundError
-from tracefile.format import METADATA_NAME, SEGMENTS_NAME, SHARD_NAME, new_segment_id, segment_path, staging_path
-from tracefile.source import open_source
-from tracefile.store import Store, register_store
+from tracefile.format import (
+    METADATA_NAME,
+    SEGMENTS_NAME,
+    SHARD_NAME,
+    is_segment_id,
+    new_segment_id,
+    segment_path,
+    staging_path,
+)
+from tracefile.reclaim import Leftover, ReclaimingStore
+from tracefile.source import is_shared, open_source
+from tracefile.store import register_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +50,13 @@ def write_file(path: str, data: bytes, durable: bool) -> None:
             os.fsync(file.fileno())
 
 
-class LocalStore(Store):
+#: In the staging directory: what was taken aside, and what is being removed.
+_ASIDE, _DELETED = "aside-", "deleted-"
+#: For so long an NFS client may show a directory as it was (``acdirmax``).
+_SHARED_SETTLE_SECONDS = 60.0
+
+
+class LocalStore(ReclaimingStore):
     """Directories."""
 
     def absolute(self, path: str) -> str:
@@ -96,8 +112,10 @@ class LocalStore(Store):
                 _fsync_directories(build)
             try:
                 os.rename(build, os.path.realpath(trace))
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            except OSError:
+                # Another writer was first. By what is there, because file systems say so in different ways: SFTP has
+                # one error for all.
+                if not os.path.exists(os.path.join(trace, METADATA_NAME)):
                     raise
                 return False
             if durable:
@@ -120,12 +138,16 @@ class LocalStore(Store):
         target = segment_path(trace, segment)
         if durable:
             _fsync_directories(build)
+        # Into the directory that was looked into: a trace that is deleted, and made again, meanwhile is another.
+        directory = self._open_segments(trace, build)
         try:
-            os.rename(build, target)
+            os.rename(build, segment, dst_dir_fd=directory)
         except OSError:
             # A network file system may have done it and lost the answer; the name is ours alone.
             if not os.path.exists(os.path.join(target, METADATA_NAME)):
                 raise
+        finally:
+            os.close(directory)
         if durable:
             try:
                 fsync_directory(os.path.dirname(target))
@@ -139,20 +161,125 @@ class LocalStore(Store):
                     errno=error.errno,
                 ) from error
 
+    def _open_segments(self, trace: str, build: str) -> int:
+        """A descriptor of the directory that a segment of this very trace goes to."""
+        directory = -1
+        try:
+            directory = os.open(os.path.join(trace, SEGMENTS_NAME), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            uuid = _uuid_in(_read_at(f"../{METADATA_NAME}", directory))
+            if uuid is None or f'"trace":"{uuid}"'.encode() in self.read(os.path.join(build, METADATA_NAME)):
+                return directory
+            why = "was deleted, and another was made in its place,"
+        except BaseException as error:
+            if directory >= 0:
+                os.close(directory)
+            if not isinstance(error, FileNotFoundError) or os.path.lexists(trace):
+                raise
+            why = "was deleted"
+        else:
+            os.close(directory)
+        raise PublishError(
+            f"{trace} {why} under this writer; nothing of this segment was published. Open another writer to go on",
+            path=trace,
+            errno=errno.ENOENT,
+        )
+
     def discard(self, build: str) -> None:
         shutil.rmtree(build, ignore_errors=True)
 
     def delete(self, trace: str, segment: str) -> None:
         # Away as a whole first: what is deleted file by file would be seen damaged.
-        aside = os.path.join(staging_path(trace), f"deleted-{segment}")
-        _make_staged(trace, staging_path(trace))
         try:
-            os.rename(segment_path(trace, segment), aside)
-        except FileNotFoundError:
-            pass
+            _rename_staged(trace, segment_path(trace, segment), _DELETED + segment)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            self.remove_leftover(trace, _DELETED + segment)
             self.leave(trace)
+
+    def settle(self, trace: str) -> float:
+        return _SHARED_SETTLE_SECONDS if is_shared(trace) else self.settle_seconds
+
+    def set_aside(self, trace: str, segment: str) -> bool:
+        return _rename_staged(trace, segment_path(trace, segment), _ASIDE + segment)
+
+    def aside(self, trace: str) -> list[str]:
+        return [name.removeprefix(_ASIDE) for name in self.unfinished(trace) if name.startswith(_ASIDE)]
+
+    def bring_back(self, trace: str, segment: str) -> bool:
+        target = segment_path(trace, segment)
+        for attempt in range(2):
+            with contextlib.suppress(OSError):
+                # An NFS client asks the server about what is opened, and not about what is looked up.
+                os.close(os.open(os.path.join(target, METADATA_NAME), os.O_RDONLY | os.O_CLOEXEC))
+                return True
+            if attempt == 0:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    os.rename(os.path.join(staging_path(trace), _ASIDE + segment), target)
+        return False
+
+    def drop(self, trace: str, segment: str) -> bool:
+        staging = staging_path(trace)
+        if not _rename_staged(trace, os.path.join(staging, _ASIDE + segment), _DELETED + segment):
+            return False
+        self.remove_leftover(trace, _DELETED + segment)
+        self.leave(trace)
+        return True
+
+    def changed(self, path: str) -> float:
+        return os.stat(path).st_mtime
+
+    def leftovers(self, trace: str) -> list[Leftover]:
+        found = []
+        for name in self.unfinished(trace):
+            if name.startswith(_ASIDE):
+                continue
+            nbytes, changed = _measure(os.path.join(staging_path(trace), name))
+            if changed:  # else it was published or removed since
+                found.append(Leftover(name, nbytes, changed, name.startswith(_DELETED)))
+        return found
+
+    def remove_leftover(self, trace: str, name: str) -> None:
+        shutil.rmtree(os.path.join(staging_path(trace), name), ignore_errors=True)
+
+    def traces(self, directory: str) -> list[str]:
+        with os.scandir(directory) as entries:
+            return sorted(
+                entry.path
+                for entry in entries
+                if not entry.name.startswith(".")
+                and os.path.isfile(os.path.join(entry.path, METADATA_NAME))
+                and os.path.isdir(os.path.join(entry.path, SEGMENTS_NAME))
+            )
+
+    def delete_trace(self, trace: str) -> None:
+        parent, name = os.path.split(os.path.realpath(trace))
+        staging = staging_path(trace)
+        away = os.path.join(parent, f".{name}.{_DELETED}{new_segment_id()}")
+        os.rename(os.path.join(parent, name), away)
+        if os.path.islink(trace):
+            os.unlink(trace)
+        _remove_tree(away)
+        with contextlib.suppress(OSError):  # writers build there, and will find that the trace is gone
+            os.rmdir(staging)
+
+    def sweep(self, directory: str, before: float) -> list[str]:
+        names = set()
+        for name in filter(lambda name: name.startswith("."), os.listdir(directory)):
+            trace, _, rest = name[1:].rpartition(f".{_DELETED}")
+            if trace and is_segment_id(rest):
+                _remove_tree(os.path.join(directory, name))
+                names.add(trace)
+            trace = name[1:].removesuffix(".staging")
+            path = os.path.join(directory, trace)
+            if name == f".{trace}.staging" and not os.path.lexists(path):
+                for leftover in self.leftovers(path):
+                    if leftover.finished or leftover.changed < before:
+                        self.remove_leftover(path, leftover.name)
+                        names.add(trace)
+                for segment in self.aside(path):
+                    self.drop(path, segment)
+                    names.add(trace)
+                self.leave(path)
+        return sorted(names)
 
     def unfinished(self, trace: str) -> list[str]:
         try:
@@ -171,6 +298,52 @@ class LocalStore(Store):
 def _fsync_directories(root: str) -> None:
     for directory, _, _ in os.walk(root, topdown=False):
         fsync_directory(directory)
+
+
+def _read_at(name: str, directory: int) -> bytes:
+    with open(os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory), "rb") as file:
+        return file.read()
+
+
+def _uuid_in(root: bytes) -> object:
+    """The uuid that a root document gives; ``None`` if it is damaged, which is for readers to say."""
+    try:
+        return json.loads(root)["attributes"]["tracefile"]["uuid"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _rename_staged(trace: str, path: str, name: str) -> bool:
+    """Rename into the staging directory; whether it was there."""
+    for _ in range(100):
+        _make_staged(trace, staging_path(trace))
+        try:
+            os.rename(path, os.path.join(staging_path(trace), name))
+        except (FileNotFoundError, NotADirectoryError):
+            if not os.path.lexists(path):
+                return False
+            continue  # a writer, closing, removed the empty staging directory in between
+        return True
+    raise OSError(errno.ENOENT, "the staging directory keeps vanishing", staging_path(trace))
+
+
+def _remove_tree(path: str) -> None:
+    for _ in range(10):
+        shutil.rmtree(path, ignore_errors=True)
+        if not os.path.lexists(path):  # else a writer had it open, and has put a segment there since
+            return
+
+
+def _measure(path: str) -> tuple[int, float]:
+    """The bytes below a directory, and when the last of it changed."""
+    nbytes, changed = 0, 0.0
+    for parent, _, files in os.walk(path):
+        for each in (parent, *(os.path.join(parent, name) for name in files)):
+            with contextlib.suppress(OSError):
+                found = os.stat(each)
+                changed = max(changed, found.st_mtime)
+                nbytes += 0 if each == parent else found.st_size
+    return nbytes, changed
 
 
 def _make_staged(trace: str, directory: str) -> None:

@@ -109,6 +109,15 @@ class PrefixIndex:
         with self._lock:
             self._blocks = {key: other for key, other in self._blocks.items() if other is not known}
 
+    def forget_segments(self, segments: set[str]) -> None:
+        """Know no more of what has rows in segments that are gone."""
+        with self._lock:
+            self._blocks = {
+                key: known
+                for key, known in self._blocks.items()
+                if not any(span.segment in segments for span in known.entry.spans)
+            }
+
 
 class Sharing:
     """The sharing of one segment's samples with what is committed, and with each other.

@@ -42,6 +42,14 @@ class Newest:
                 if self._origins.get(sample) == known._origins[sample]:
                     self.entries[sample] = entry
 
+    def deleted_with(self, sample: str) -> str | None:
+        """The segment that a sample was deleted with, if that is the last that is known of it."""
+        return None if sample in self.entries else self._deleted.get(sample)
+
+    def origin_of(self, sample: str) -> str:
+        """The segment that the revision of a sample which counts was committed with."""
+        return self._origins[sample]
+
     def add(self, header: SegmentHeader) -> None:
         """Take a segment in."""
         for sample, entry in header.samples.items():

@@ -14,7 +14,7 @@ import numpy as np
 from tracefile import documents
 from tracefile._version import __version__
 from tracefile.encode import SampleEncoder
-from tracefile.errors import TraceError
+from tracefile.errors import SegmentMissingError, TraceError
 from tracefile.format import (
     METADATA_NAME,
     SHARD_NAME,
@@ -24,9 +24,10 @@ from tracefile.format import (
     new_segment_id,
 )
 from tracefile.local_store import write_file
-from tracefile.metadata import SegmentHeader, Span, WeightRange
+from tracefile.metadata import SegmentHeader, Span, TraceHeader, WeightRange
 from tracefile.prefixes import PrefixChain, PrefixIndex, Sharing
 from tracefile.read import read_rows
+from tracefile.reclaim import lost_segments
 from tracefile.revision import Kept, entry_of
 from tracefile.runs import Rows, SegmentRef, StoredRun
 from tracefile.shard_file import ShardFile
@@ -37,11 +38,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from tracefile.metadata import SampleEntry
+    from tracefile.quota import Quota
     from tracefile.revision import Part
     from tracefile.runs import TraceRef
     from tracefile.validate import CaptureFinding
 
     Array = np.ndarray[Any, Any]
+
+
+class _RowsGone(Exception):
+    """Rows that a segment names were deleted before it was published."""
+
+    def __init__(self, segments: set[str]) -> None:
+        super().__init__(segments)
+        self.segments = segments
+
+
+def this_writer() -> dict[str, Any]:
+    """What a segment says of who wrote it."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "version": __version__,
+        "created": time.time_ns() // 1000 / 1e6,
+    }
 
 
 class SegmentWriter:
@@ -60,6 +80,7 @@ class SegmentWriter:
     validate : {"strict", "warn", "off"}
     dense_layers : sequence of int, optional
         See :class:`~tracefile.validate.CaptureCheck`.
+    quota : Quota, optional
     """
 
     def __init__(
@@ -73,8 +94,10 @@ class SegmentWriter:
         share_prefixes: bool,
         validate: ValidateMode,
         dense_layers: Sequence[int] | None,
+        quota: Quota | None = None,
     ) -> None:
         self._trace = trace
+        self._quota = quota
         self._config = config
         self._geometry = geometry
         self._codec: CodecName = codec
@@ -104,8 +127,40 @@ class SegmentWriter:
 
         Raises
         ------
-        ExpertIdError, CaptureError, PublishError
+        ExpertIdError, CaptureError, QuotaExceededError, PublishError
+        SegmentMissingError
+            Rows that the samples are to keep were deleted meanwhile.
         """
+        if self._quota is not None and any(
+            isinstance(part, np.ndarray) for parts in samples.values() for part in parts
+        ):
+            self._quota.admit(0)
+        while True:
+            try:
+                return self._write(samples, weight_version, num_tokens)
+            except _RowsGone as gone:
+                lost = gone.segments
+            kept = [part for parts in samples.values() for part in parts if isinstance(part, Kept)]
+            for segment in lost & {part.span.segment for part in kept}:
+                raise SegmentMissingError(
+                    f"rows that a sample was to keep are gone with segment {segment} of {self._trace.path}: they were"
+                    " deleted meanwhile. Nothing was published; append the sample whole",
+                    path=self._trace.path,
+                    segment=segment,
+                )
+            if self._prefixes is not None:
+                self._prefixes.forget_segments(lost)  # and write them again
+
+    def _check_rows(self, entries: Mapping[str, SampleEntry], segment: str) -> None:
+        spans = {span for entry in entries.values() for span in entry.spans if span.segment != segment}
+        if spans:
+            lost = lost_segments(self._trace.path, TraceHeader(self._trace.uuid, self._config), spans)
+            if lost:
+                raise _RowsGone(lost)
+
+    def _write(
+        self, samples: Mapping[str, Sequence[Part]], weight_version: int | str | None, num_tokens: int | None
+    ) -> list[Rows]:
         path, segment = self._trace.path, new_segment_id()
         store, build = store_for(path), ""
         sharing = Sharing(self._prefixes) if self._prefixes is not None else None
@@ -138,26 +193,39 @@ class SegmentWriter:
                 self._codec,
                 shard.nbytes,
                 entries,
-                {
-                    "host": socket.gethostname(),
-                    "pid": os.getpid(),
-                    "version": __version__,
-                    "created": time.time_ns() // 1000 / 1e6,
-                },
+                this_writer(),
                 () if weight_version is None or not shard.rows else (WeightRange(0, shard.rows, weight_version),),
                 tuple(finding.as_json() for finding in findings),
             )
             document = documents.encode(documents.segment_document(header))
             write_file(os.path.join(build, METADATA_NAME), document, self._durable)
             # What a store wants held of a segment is held from its publication on, and of others from before it.
+            if self._quota is not None:
+                self._quota.admit(shard.nbytes)
+            self._check_rows(entries, segment)
             handles = {name: store.handle(path, name) for name in _named(entries.values()) - {segment}}
-            handles[segment] = store.publish(path, segment, build, durable=self._durable)
+            handles[segment] = published = store.publish(path, segment, build, durable=self._durable)
+            if published is not None:
+                for spans in (entry.spans for entry in entries.values()):
+                    # It lists samples, even if all of a sample's rows are in others.
+                    if spans and all(span.segment != segment for span in spans):
+                        held = handles[spans[-1].segment]
+                        if held is not None:
+                            held.hold(published)
+            try:
+                self._check_rows(entries, segment)
+            except _RowsGone:
+                store.delete(path, segment)
+                raise
         except BaseException as error:
             if build:
                 store.discard(build)
+                store.leave(path)
             if isinstance(error, OSError) and not isinstance(error, TraceError):
                 raise publish_error(path, error) from error
             raise
+        if self._quota is not None:
+            self._quota.published(segment, shard.nbytes)
         if sharing is not None:
             sharing.commit()
         return [Rows.of_sample(entry, self._trace, lambda _, name: handles[name]) for entry in entries.values()]

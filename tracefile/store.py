@@ -35,6 +35,14 @@ if TYPE_CHECKING:
     from tracefile.source import Source, SourceKind
 
 
+class Handle(abc.ABC):
+    """What a lazy tensor holds where a segment lives only as long as it is referred to."""
+
+    @abc.abstractmethod
+    def hold(self, other: Handle) -> None:
+        """Have another segment live as long as this one does in this process."""
+
+
 class Store(abc.ABC):
     """Keeps traces. One object serves a process, all of its threads, and its forked children.
 
@@ -44,10 +52,13 @@ class Store(abc.ABC):
 
     Attributes
     ----------
+    round_trips : bool
+        Whether opening and reading a segment takes round trips, so that several are better read at the same time.
     poll_seconds : (float, float)
         How long who waits for samples pauses between looks, at first and at most.
     """
 
+    round_trips: ClassVar[bool] = False
     poll_seconds: ClassVar[tuple[float, float]] = (0.005, 0.05)
 
     @abc.abstractmethod
@@ -120,12 +131,12 @@ class Store(abc.ABC):
         """A new local directory to build a segment in; to be handed to :meth:`publish` or :meth:`discard`."""
 
     @abc.abstractmethod
-    def publish(self, trace: str, segment: str, build: str, *, durable: bool) -> object:
+    def publish(self, trace: str, segment: str, build: str, *, durable: bool) -> Handle | None:
         """Make a segment visible, at once and whole; its directory ``build`` is gone then.
 
         Returns
         -------
-        object or None
+        Handle or None
             What :meth:`handle` gives of it.
 
         Raises
@@ -134,7 +145,7 @@ class Store(abc.ABC):
             It is visible, but the store does not vouch that it will survive a crash.
         """
 
-    def handle(self, trace: str, segment: str) -> object:
+    def handle(self, trace: str, segment: str) -> Handle | None:
         """What a lazy tensor must hold for the segment to live; ``None`` where a name is enough.
 
         Raises
@@ -299,10 +310,17 @@ def list_segments(trace_path: str) -> list[str]:
     ------
     MetadataDamagedError
         There is nothing to list.
+    TraceNotFoundError
+        The trace was deleted.
     """
     try:
         return sorted(filter(is_segment_id, store_for(trace_path).segments(trace_path)))
     except (FileNotFoundError, NotADirectoryError):
+        try:
+            store_for(trace_path).read_root(trace_path)
+        except TraceNotFoundError:
+            message = f"{trace_path} is gone: the trace was deleted or moved since it was opened"
+            raise TraceNotFoundError(message, path=trace_path) from None
         directory = os.path.join(trace_path, SEGMENTS_NAME)
         raise MetadataDamagedError(f"{directory} is gone; restore the trace from a copy", path=trace_path) from None
 
@@ -340,7 +358,7 @@ def read_segment_headers(
             found[segment] = raw
         else:
             try:
-                found[segment] = metadata.parse_segment_header(raw, header, segment, where)
+                found[segment] = documents.parse_segment_header(raw, header, segment, where)
             except TraceError as error:
                 found[segment] = error
     return found

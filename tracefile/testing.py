@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import tracefile
+from tracefile.collect import collect
 from tracefile.format import ModelConfig
 from tracefile.revision import Keep
 
 if TYPE_CHECKING:
     from tracefile.lazy import LazyRoutedExperts
 
-__all__ = ["TraceHistory", "model_configs", "routing"]
+__all__ = ["RetentionHistory", "TraceHistory", "model_configs", "routing"]
 
 _MISSING = -1
 
@@ -175,7 +176,13 @@ class TraceHistory(RuleBasedStateMachine):
         new = self._draw_routing(data)
         sample = self._sample(data)
         lazy = torch.cat([handle[:start], torch.from_numpy(new)])
-        self._committed(sample, np.concatenate([ids[:start], new]), self._writer(data).append(sample, lazy))
+        try:
+            resumed = self._writer(data).append(sample, lazy)
+        except tracefile.SegmentMissingError:
+            if not self._may_be_gone(handle):
+                raise
+            return
+        self._committed(sample, np.concatenate([ids[:start], new]), resumed)
 
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
@@ -185,11 +192,19 @@ class TraceHistory(RuleBasedStateMachine):
             rows = data.draw(st.integers(0, len(self.model[sample])))
             self._committed(sample, self.model[sample][:rows], self._writer(data).truncate(sample, rows))
 
+    def _may_be_gone(self, handle: LazyRoutedExperts) -> bool:
+        """Whether the rows of a handle need not be there any more."""
+        return False
+
     @invariant()
     def every_handle_reads_what_it_named(self) -> None:
         """Handles of older revisions too."""
         for handle, ids in self.handles[-12:]:
-            check_same(handle, ids)
+            try:
+                check_same(handle, ids)
+            except tracefile.SegmentMissingError:
+                if not self._may_be_gone(handle):
+                    raise
 
     @invariant()
     def a_fresh_reader_sees_the_newest(self) -> None:
@@ -205,6 +220,40 @@ class TraceHistory(RuleBasedStateMachine):
         for writer in getattr(self, "open_writers", []):
             writer.close()
         shutil.rmtree(self.directory)
+
+
+class RetentionHistory(TraceHistory):
+    """The same with samples that are deleted, and rows that are reclaimed while older handles are around.
+
+    Such a handle reads what it named or raises :class:`~tracefile.errors.SegmentMissingError`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: dict[str, LazyRoutedExperts] = {}
+        self.collected = False
+
+    def _committed(self, sample: str, ids: Any, handle: LazyRoutedExperts) -> None:
+        super()._committed(sample, ids, handle)
+        self.current[sample] = handle
+
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        """Delete those of some samples that are there."""
+        names = data.draw(st.lists(st.sampled_from(self.samples), unique=True, min_size=1))
+        deleted = tracefile.open(self.path).delete_samples(names, missing_ok=True)
+        assert deleted == [name for name in names if name in self.model]
+        for name in deleted:
+            del self.model[name], self.current[name]
+
+    @rule()
+    def collect(self) -> None:
+        """Reclaim at once what nothing refers to."""
+        collect(self.path, grace=0, settle=0)
+        self.collected = True
+
+    def _may_be_gone(self, handle: LazyRoutedExperts) -> bool:
+        return self.collected and all(handle is not current for current in self.current.values())
 
 
 def check_same(experts: LazyRoutedExperts, ids: Any) -> None:

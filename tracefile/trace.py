@@ -6,16 +6,18 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tracefile.errors import ClosedError, SampleIdError, SampleNotFoundError, WaitTimeoutError
+from tracefile.errors import ClosedError, SampleIdError, SampleNotFoundError, SegmentMissingError, WaitTimeoutError
 from tracefile.format import is_segment_id
 from tracefile.lazy import LazyRoutedExperts
 from tracefile.metadata import WeightRange
+from tracefile.moved import Relocations
 from tracefile.revisions import Newest
 from tracefile.runs import Rows, TraceRef, check_fill
 from tracefile.segments import segment_pool
-from tracefile.source import check_source_kind
+from tracefile.source import check_source_kind, is_shared
 from tracefile.store import (
     absolute_path,
     list_segments,
@@ -71,7 +73,9 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         self.segments: dict[str, SegmentHeader] = {}
         self._newest = Newest()
         self._arrived: list[SegmentHeader] = []  # in the order in which they were seen, for followers
+        self._relocations: Relocations | None = None  # of the segments; made when one is missing
         self._damaged_since: dict[str, float] = {}
+        self._held: list[object] = []  # what keeps deletions alive where segments live by being referred to
         self._closed = False
         self.refresh()
 
@@ -96,22 +100,39 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         MetadataDamagedError, FormatVersionError, ClosedError
         """
         self._check_open()
-        # All of them are read before any is taken in: a damaged one must not make the others pass for seen.
-        new, damaged = self._read_new(list_segments(self.path))
-        for error in damaged.values():
-            raise error
-        return self._take_in(new)
+        began = time.monotonic()
+        while True:
+            # All of them are read before any is taken in: a damaged one must not make the others pass for seen.
+            new, damaged = self._read_new(list_segments(self.path))
+            if not damaged:
+                return self._take_in(new)
+            if time.monotonic() - began >= _DAMAGE_GRACE_SECONDS or not self._on_shared_file_system():
+                raise next(iter(damaged.values()))
+            time.sleep(_DAMAGE_GRACE_SECONDS / 20)
+
+    def _on_shared_file_system(self) -> bool:
+        directory = store_for(self.path).watched_directory(self.path)
+        return directory is not None and is_shared(directory)
 
     def _read_new(self, segments: Iterable[str]) -> tuple[dict[str, SegmentHeader], dict[str, Exception]]:
         """Of the segments that were not seen yet: the documents of the sound ones, and what is wrong with others."""
         new: dict[str, SegmentHeader] = {}
         damaged: dict[str, Exception] = {}
         unseen = [segment for segment in segments if segment not in self.segments]
-        for segment, found in read_segment_headers(self.path, self._header, unseen).items():
-            if isinstance(found, Exception):
-                damaged[segment] = found
-            else:
-                new[segment] = found
+        gone: set[str] = set()
+        while unseen:
+            before = len(gone)
+            for segment, found in read_segment_headers(self.path, self._header, unseen).items():
+                if isinstance(found, SegmentMissingError) and store_for(self.path).is_gone(self.path, segment):
+                    gone.add(segment)  # deleted since it was listed
+                elif isinstance(found, Exception):
+                    damaged[segment] = found
+                else:
+                    new[segment] = found
+            # What replaces a segment that is gone may be newer than the listing.
+            seen = {*self.segments, *new, *damaged, *gone}
+            listed = list_segments(self.path) if len(gone) > before else []
+            unseen = [segment for segment in listed if segment not in seen]
         return new, damaged
 
     def _take_in(self, new: dict[str, SegmentHeader]) -> list[str]:
@@ -130,6 +151,7 @@ class Trace(Mapping[str, LazyRoutedExperts]):
                 self._newest = Newest(segments.values(), known=self._newest)
                 self._arrived.extend(new.values())
                 self.segments = segments
+            self._relocations = None
         return list(
             dict.fromkeys(
                 sample
@@ -282,11 +304,51 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         try:
             return self._newest.entries[sample_id]
         except KeyError:
-            raise SampleNotFoundError(
-                f"{self.path} has no sample {sample_id!r} among {len(self)}; if it was committed since, call refresh()",
-                path=self.path,
-                sample=sample_id,
-            ) from None
+            why = f"has no sample {sample_id!r} among {len(self)}; if it was committed since, call refresh()"
+            if self._newest.deleted_with(sample_id) is not None:
+                why = f"has no sample {sample_id!r} any more: it was deleted; if it was appended again, call refresh()"
+            raise SampleNotFoundError(f"{self.path} {why}", path=self.path, sample=sample_id) from None
+
+    def delete_samples(self, ids: str | Iterable[str], *, missing_ok: bool = False, durable: bool = False) -> list[str]:
+        """Delete samples, all at once: who opens or refreshes the trace from now on does not see them.
+
+        Handles stay good until ``tracefile gc`` has reclaimed the rows, and raise
+        :class:`~tracefile.errors.SegmentMissingError` then. Appending an id again makes a new sample.
+
+        Parameters
+        ----------
+        ids : str or iterable of str
+        missing_ok : bool
+            Delete those that are there, if not all of them are.
+        durable : bool
+            As for :class:`TraceWriter`.
+
+        Returns
+        -------
+        list of str
+            What was deleted.
+
+        Raises
+        ------
+        SampleNotFoundError
+            One is not there; nothing was deleted.
+        SampleIdError, ClosedError, PublishError
+
+        Examples
+        --------
+        >>> import numpy as np, tempfile, tracefile
+        >>> path = tempfile.mkdtemp() + "/step_1.trace"
+        >>> with tracefile.TraceWriter(path, num_layers=2, top_k=2, num_experts=8) as writer:
+        ...     _ = writer.append("a", np.zeros((3, 2, 2), int)), writer.append("b", np.zeros((4, 2, 2), int))
+        >>> trace = tracefile.open(path)
+        >>> trace.delete_samples("a")
+        ['a']
+        >>> list(trace), list(tracefile.open(path))
+        (['b'], ['b'])
+        """
+        from tracefile.deletion import delete_samples
+
+        return delete_samples(self, ids, missing_ok=missing_ok, durable=durable)
 
     def weight_versions(self, sample_id: str, start: int = 0, stop: int | None = None) -> list[WeightRange]:
         """Which version of the policy's weights made which rows of a sample, as its writer said.
@@ -322,9 +384,9 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         stop = entry.rows if stop is None else min(stop, entry.rows)
         ranges: list[WeightRange] = []
         first = 0
-        for span in entry.spans:
-            if span.segment not in self.segments:
-                self.refresh()
+        if not self._has_segments_of(entry):
+            self.refresh()
+        for span in self._located(entry).spans:
             header = self.segments.get(span.segment)
             if header is None:
                 header = read_segment_header(self.path, self._header, span.segment)
@@ -339,8 +401,20 @@ class Trace(Mapping[str, LazyRoutedExperts]):
             first += span.stop - span.start
         return ranges
 
+    def _has_segments_of(self, entry: SampleEntry) -> bool:
+        return all(span.segment in self.segments for span in entry.spans)
+
+    def _located(self, entry: SampleEntry) -> SampleEntry:
+        """With the spans that lay in segments which were replaced, as far as the trace has seen, where they are now."""
+        if self._has_segments_of(entry):
+            return entry
+        relocations = self._relocations
+        if relocations is None:
+            self._relocations = relocations = Relocations.of(self.segments.values())
+        return replace(entry, spans=tuple(piece for span in entry.spans for piece in relocations.resolve(span)))
+
     def __getitem__(self, sample_id: str) -> LazyRoutedExperts:
-        rows = Rows.of_sample(self.entry(sample_id), self._ref, store_for(self.path).handle)
+        rows = Rows.of_sample(self._located(self.entry(sample_id)), self._ref, store_for(self.path).handle)
         return LazyRoutedExperts.from_rows(rows, self.config, fill=self.fill)
 
     def __contains__(self, sample_id: object) -> bool:

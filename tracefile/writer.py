@@ -24,6 +24,7 @@ from tracefile.errors import (
 from tracefile.format import DEFAULT_CODEC, MAX_CHUNK_BYTES, ChunkGeometry, ModelConfig, check_codec, default_geometry
 from tracefile.lazy import LazyRoutedExperts
 from tracefile.newest import NewestRevisions
+from tracefile.quota import Quota, check_quota
 from tracefile.revision import (
     Gap,
     Keep,
@@ -36,8 +37,9 @@ from tracefile.revision import (
     parts_of_rows,
     revise,
 )
-from tracefile.runs import Rows, TraceRef
+from tracefile.runs import TraceRef
 from tracefile.segment_writer import SegmentWriter
+from tracefile.settings import settings
 from tracefile.source import check_source_kind
 from tracefile.store import absolute_path, create_trace, store_for
 from tracefile.validate import check_validate
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
     from types import TracebackType
+
+    from tracefile.quota import QuotaMode
 
 
 class TraceWriter:
@@ -82,6 +86,15 @@ class TraceWriter:
         How many appends of coroutines are carried out at once. With one, the default, in the order of the calls;
         more are for file systems that take long to answer.
 
+    quota_bytes : int, optional
+        What the shard files of the trace may take, by all of its writers; default ``tracefile.settings().quota_bytes``,
+        which is none. Writers do not lock each other out: each may publish the one segment that it is at.
+    quota : {"error", "wait"}
+        When it is reached: raise :class:`~tracefile.errors.QuotaExceededError`, before anything is encoded where that
+        is known, or wait until samples were deleted and ``tracefile gc`` has made room.
+    quota_timeout : float, optional
+        How long to wait, in seconds, before raising it; default for ever.
+
     Raises
     ------
     ConfigurationMismatchError
@@ -115,6 +128,9 @@ class TraceWriter:
         validate: str = "warn",
         dense_layers: Sequence[int] | None = None,
         async_threads: int = 1,
+        quota_bytes: int | None = None,
+        quota: QuotaMode = "error",
+        quota_timeout: float | None = None,
     ) -> None:
         self._closed = True
         self.path = absolute_path(path)
@@ -133,6 +149,8 @@ class TraceWriter:
                 f" {self.geometry.chunk_bytes(self.config):,} bytes; the most is {MAX_CHUNK_BYTES:,}"
             )
         kind = check_source_kind(source)
+        quota_bytes = settings().quota_bytes if quota_bytes is None else quota_bytes
+        check_quota(quota_bytes, quota, quota_timeout)
         self._queue = AppendQueue(self.path, async_threads)
         header = create_trace(self.path, self.config, durable=durable)
         self._ref = TraceRef(self.path, header.uuid, kind)
@@ -145,6 +163,7 @@ class TraceWriter:
             share_prefixes=share_prefixes,
             validate=check_validate(validate),
             dense_layers=dense_layers,
+            quota=None if quota_bytes is None else Quota(self._ref, self.config, quota_bytes, quota, quota_timeout),
         )
         self._newest = NewestRevisions(self.path)
         self._closed = False
@@ -201,8 +220,12 @@ class TraceWriter:
         SampleGapError
             ``start`` lies beyond the end. Nothing is written.
         RoutedExpertsTypeError, RoutedExpertsShapeError, SampleIdError, OptionError, ClosedError
+        QuotaExceededError
+            The trace would be larger than ``quota_bytes``. Nothing is published.
+        SegmentMissingError
+            Rows that ``start`` or a lazy tensor keeps were deleted meanwhile. Nothing is published.
         PublishError
-            The file system refused. Nothing is published.
+            The file system refused, or the trace was deleted. Nothing is published.
 
         Examples
         --------
@@ -318,11 +341,8 @@ class TraceWriter:
             isinstance(weight_version, bool) or not isinstance(weight_version, int | str)
         ):
             raise OptionError(f"weight_version must be an integer or a string, not {weight_version!r}")
-        header = self._segments.write(samples, weight_version, num_tokens)
-        return [
-            LazyRoutedExperts.from_rows(Rows.of_sample(entry, self._ref), self.config)
-            for entry in header.samples.values()
-        ]
+        written = self._segments.write(samples, weight_version, num_tokens)
+        return [LazyRoutedExperts.from_rows(rows, self.config) for rows in written]
 
     def _check_open(self) -> None:
         if self._closed:

@@ -78,6 +78,9 @@ class Bar:
     def advance(self, steps: int) -> None:
         self._progress.advance(self._task, steps)
 
+    def describe(self, what: str) -> None:
+        self._progress.update(self._task, description=what)
+
     def update(self, done: int, total: int) -> None:
         self._progress.update(self._task, completed=done, total=total)
 
