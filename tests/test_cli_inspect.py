@@ -21,7 +21,7 @@ from support import random_routing, run_python, write_long_sample
 from typer.testing import CliRunner
 
 import tracefile
-from tracefile import documents, load, read, survey
+from tracefile import documents, load, native, read, survey
 from tracefile.cli import app
 from tracefile.cli import inspect as inspect_module
 from tracefile.cli.charts import HeatMap
@@ -527,7 +527,7 @@ def test_control_characters_of_sample_ids_do_not_reach_the_terminal(path: str) -
 
 
 def test_version_and_help() -> None:
-    assert cli("--version").stdout == f"tracefile {tracefile.__version__}\n"
+    assert cli("--version").stdout == f"tracefile {tracefile.__version__}\nnative decoder: {native.status()}\n"
     assert cli().exit_code == 2
     for arguments in (["--help"], ["inspect", "--help"], ["verify", "-h"]):
         result = cli(*arguments)

@@ -204,6 +204,8 @@ def segment_document(header: SegmentHeader) -> dict[str, Any]:
         optional["deleted"] = [[sample, origin] for sample, origin in header.deleted.items()]
     if header.moved:
         optional["moved"] = [list(each) for each in header.moved]
+    if header.replaces:
+        optional["replaces"] = list(header.replaces)
     return sealed(
         {
             "zarr_format": 3,
@@ -270,6 +272,9 @@ def parse_segment_header(raw: bytes, trace: TraceHeader, segment: str, where: st
         versions = _parse_weight_versions(ours, rows)
         deleted = _parse_deleted(ours, segment, samples)
         moved = _parse_moved(ours, segment, rows)
+        replaces = tuple(ours.get("replaces", ()))
+        if segment in replaces or not all(map(is_segment_id, replaces)):
+            raise ValueError("what it replaces are not other segments")
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise damaged(f"its index of samples is not sound ({error})") from None
     return SegmentHeader(
@@ -286,6 +291,7 @@ def parse_segment_header(raw: bytes, trace: TraceHeader, segment: str, where: st
         tuple(ours.get("findings", ())),
         deleted,
         moved,
+        replaces,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -17,6 +18,7 @@ from tracefile.ahead import Loaded, LoaderStats, ReadAhead
 from tracefile.errors import ClosedError, LoaderBudgetError, OptionError, RoutedExpertsShapeError
 from tracefile.lazy import LazyRoutedExperts
 from tracefile.materialize import read_layers, widened
+from tracefile.moved import where_they_are
 from tracefile.schedule import Stage, Step, Unit, UnitOrder, check_stage, layer_groups, one_forward_one_backward
 from tracefile.segments import segment_pool
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
+    from tracefile.format import ModelConfig
+    from tracefile.runs import Rows
     from tracefile.selection import Selection
 
 DEFAULT_BUDGET_BYTES = 64 * 1024 * 1024
@@ -145,8 +149,8 @@ class MicrobatchLoader(Sequence["Microbatch"]):
     def _find_layers_per_chunk(self) -> int:
         """Of the first segment; others may differ, which costs time only."""
         for shard in self._shards:
-            for segment in shard.selection.rows.segments()[:1]:
-                return segment_pool.get(segment.trace, shard.config, segment.id).header.geometry.layers_per_chunk
+            if shard.selection.rows.segments():
+                return where_they_are(shard.selection.rows, shard.config, partial(_layers_of_first_chunk, shard.config))
         return 1
 
     def _order_of(self, steps: Sequence[Step]) -> UnitOrder:
@@ -337,6 +341,11 @@ class Microbatch(Sequence[LazyRoutedExperts]):
 
     def __repr__(self) -> str:
         return f"<Microbatch {self.number}: {self._shard!r}>"
+
+
+def _layers_of_first_chunk(config: ModelConfig, rows: Rows) -> int:
+    segment = rows.segments()[0]
+    return segment_pool.get(segment.trace, config, segment.id).header.geometry.layers_per_chunk
 
 
 def _layer_bytes(shard: LazyRoutedExperts) -> int:

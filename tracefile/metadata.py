@@ -80,6 +80,7 @@ class SegmentHeader:
     findings: tuple[dict[str, Any], ...] = ()  # signs of a bad capture, as CaptureFinding.as_json gives them
     deleted: dict[str, str] = field(default_factory=dict)  # samples, and the segments that they were deleted with
     moved: tuple[Moved, ...] = ()  # rows of segments that this one replaces
+    replaces: tuple[str, ...] = ()  # segments of which nothing is needed any more
 
     @property
     def grid(self) -> tuple[int, int]:

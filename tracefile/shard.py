@@ -152,9 +152,7 @@ class ChunkDecoder:
         ChunkDamagedError
             Its checksum is wrong, or it does not decode to its size.
         """
-        payload = encoded[:-CRC_BYTES]
-        if crc32c(payload) != _CRC.unpack_from(encoded, len(payload))[0]:
-            raise self.damaged(number, "fails its checksum")
+        payload = self.check(number, encoded)
         if self.codec is None:
             if len(payload) != self.chunk_bytes:
                 raise self.damaged(number, f"holds {len(payload)} bytes instead of {self.chunk_bytes}")
@@ -171,6 +169,19 @@ class ChunkDecoder:
         except (RuntimeError, ValueError) as error:
             raise self.damaged(number, f"does not decode ({error})") from None
         return decoded
+
+    def check(self, number: int, encoded: memoryview) -> memoryview:
+        """The payload of an encoded chunk.
+
+        Raises
+        ------
+        ChunkDamagedError
+            Its checksum is wrong.
+        """
+        payload = encoded[:-CRC_BYTES]
+        if crc32c(payload) != _CRC.unpack_from(encoded, len(payload))[0]:
+            raise self.damaged(number, "fails its checksum")
+        return payload
 
     def position(self, number: int) -> tuple[int, int]:
         """The ``(layer, row)`` position of a chunk in the grid."""

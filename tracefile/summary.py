@@ -21,8 +21,10 @@ from tracefile.survey import absence, count_rows
 from tracefile.validate import CaptureFinding
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tracefile.metadata import SampleEntry, SegmentHeader
-    from tracefile.survey import Survey
+    from tracefile.survey import Range, Survey
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ class TraceFacts:
     superseded : int
         Older revisions of samples.
     unreachable_rows : int
-        Stored rows that only older revisions have.
+        Stored rows that only older revisions have, or none that is listed any more.
     bytes_int32, bytes_narrow, bytes_stored, bytes_metadata : int
         ``rows`` as int32 and in the stored width, before compression; shard files and documents as they are.
     damaged : dict of str to str
@@ -179,8 +181,21 @@ def capture_findings(survey: Survey) -> list[CaptureFinding]:
 
 def own_rows(header: SegmentHeader) -> int:
     """Rows of samples that a segment holds; the gaps up to chunk boundaries are none."""
-    spans = (span for entry in header.samples.values() for span in entry.spans if span.segment == header.id)
-    return count_rows((span.start, span.stop) for span in spans)
+    spans = [
+        (span.start, span.stop)
+        for entry in header.samples.values()
+        for span in entry.spans
+        if span.segment == header.id
+    ]
+    return count_rows(spans) + _unlisted_rows(header, spans)
+
+
+def _unlisted_rows(header: SegmentHeader, held: Iterable[Range]) -> int:
+    """Rows of older revisions that compaction moved into a segment, in chunks without rows that are held."""
+    size = header.geometry.rows_per_chunk
+    chunks = [(start // size * size, -(-stop // size) * size) for start, stop in held if start < stop]
+    moved = [(each.first, each.first + each.stop - each.start) for each in header.moved]
+    return count_rows([*chunks, *moved]) - count_rows(chunks)
 
 
 def summarize(survey: Survey) -> TraceFacts:
@@ -200,7 +215,7 @@ def summarize(survey: Survey) -> TraceFacts:
                 vanished.append(segment)
             else:
                 damaged[segment] = str(error)
-    samples = [sample_facts(revision.entry) for revision in survey.samples().values()]
+    samples = [sample_facts(survey, revision.entry) for revision in survey.samples().values()]
     rows = sum(sample.rows for sample in samples)
     superseded, unreachable = _superseded(survey)
     return TraceFacts(
@@ -250,13 +265,15 @@ def _shard_size(directory: str, header: SegmentHeader) -> int:
 def _superseded(survey: Survey) -> tuple[int, int]:
     """Older revisions, and the stored rows that only they have."""
     older = sum(revision.superseded for revision in survey.revisions())
-    if not older:
+    if not older and not any(header.moved for header in survey.segments.values()):
         return 0, 0
     unreachable = 0
-    for segment, holdings in survey.holdings().items():
-        if segment in survey.segments:
-            held = count_rows((each.start, each.stop) for each in holdings)
-            unreachable += held - count_rows((each.start, each.stop) for each in holdings if not each.superseded)
+    held = survey.holdings()
+    for segment, header in survey.segments.items():
+        holdings = held.get(segment, [])
+        rows = [(each.start, each.stop) for each in holdings]
+        unreachable += count_rows(rows) + _unlisted_rows(header, rows)
+        unreachable -= count_rows((each.start, each.stop) for each in holdings if not each.superseded)
     return older, unreachable
 
 
@@ -282,10 +299,11 @@ def _geometries(survey: Survey) -> list[GeometryFacts]:
     ]
 
 
-def sample_facts(entry: SampleEntry) -> SampleFacts:
+def sample_facts(survey: Survey, entry: SampleEntry) -> SampleFacts:
     """The facts of one sample."""
     missing = sum(stop - start for start, stop in entry.missing)
-    return SampleFacts(entry.id, entry.rows, missing, list(dict.fromkeys(span.segment for span in entry.spans)))
+    segments = list(dict.fromkeys(span.segment for span in survey.spans_of(entry)))
+    return SampleFacts(entry.id, entry.rows, missing, segments)
 
 
 def length_facts(lengths: list[int], bins: int = 8) -> LengthFacts | None:
@@ -334,7 +352,7 @@ def span_facts(survey: Survey, entry: SampleEntry, damaged: dict[str, str]) -> l
     """The spans of a sample. What cannot be opened is added to ``damaged``."""
     ref = pread_reference(survey)
     found = []
-    for span in entry.spans:
+    for span in survey.spans_of(entry):
         chunks = size = None
         try:
             opened = segment_pool.get(ref, survey.header.config, span.segment)

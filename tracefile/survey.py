@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from tracefile.documents import parse_segment_header
-from tracefile.errors import MetadataDamagedError, OptionError, SegmentMissingError, TraceError
+from tracefile.errors import MetadataDamagedError, OptionError, SegmentMissingError, StoreError, TraceError
 from tracefile.format import METADATA_NAME, ModelConfig, segment_path
 from tracefile.metadata import SegmentHeader, TraceHeader
+from tracefile.moved import Relocations
 from tracefile.revisions import Newest
 from tracefile.store import list_segments, read_segment_headers, store_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from tracefile.metadata import SampleEntry
+    from tracefile.metadata import SampleEntry, Span
 
 Range = tuple[int, int]
 
@@ -94,6 +95,7 @@ class Survey:
     segments: dict[str, SegmentHeader] = field(default_factory=dict)
     damaged: dict[str, TraceError] = field(default_factory=dict)
     vanished: list[str] = field(default_factory=list)
+    _relocations: Relocations | None = field(default=None, repr=False)
 
     def samples(self) -> dict[str, Revision]:
         """The revision of each sample that counts, in the order in which the samples came."""
@@ -101,18 +103,41 @@ class Survey:
         return {sample: newest[sample] for sample in Newest(self.segments.values()).entries}
 
     def revisions(self) -> Iterator[Revision]:
-        """Every revision of every sample, oldest first."""
+        """Every revision of every sample, each once, oldest first."""
         newest = Newest(self.segments.values()).entries
+        seen: set[tuple[str, str]] = set()
         for segment, header in self.segments.items():
             for sample, entry in header.samples.items():
-                yield Revision(segment, entry, newest.get(sample) is not entry)
+                # A segment that was not deleted yet and the one that replaces it list the same revisions.
+                revision = sample, header.origin_of(entry)
+                if revision not in seen:
+                    seen.add(revision)
+                    yield Revision(segment, entry, newest.get(sample) is not entry)
+
+    def spans_of(self, entry: SampleEntry) -> Iterator[Span]:
+        """Where a sample's rows are: those of segments that are gone, in the segments that replace them."""
+        for span in entry.spans:
+            if span.segment in self.segments or span.segment in self.damaged:
+                yield span
+            else:
+                yield from self.relocations.resolve(span)
+
+    @property
+    def relocations(self) -> Relocations:
+        """What the sound segments say about rows that moved."""
+        if self._relocations is None:
+            self._relocations = Relocations.of(self.segments.values())
+        return self._relocations
 
     def holdings(self) -> dict[str, list[Holding]]:
-        """Whose rows each segment holds; also of segments that are damaged or absent."""
+        """Whose rows each segment holds; also of segments that are damaged or absent.
+
+        Rows of a segment that was replaced are those of the segment that has them now.
+        """
         held: dict[str, list[Holding]] = {}
         for listed_in, entry, superseded in self.revisions():
             first = 0
-            for span in entry.spans:
+            for span in self.spans_of(entry):
                 last = first + span.stop - span.start
                 missing = tuple((a, b) for a, b in entry.missing if a < last and b > first)
                 holding = Holding(entry.id, listed_in, superseded, span.start, span.stop, first, missing)
@@ -121,8 +146,17 @@ class Survey:
         return held
 
     def absent(self) -> list[str]:
-        """Segments that samples have rows in and that are not there."""
-        return sorted(set(self.holdings()) - set(self.segments) - set(self.damaged))
+        """Segments that samples have rows in and that are not there.
+
+        Rows that only superseded revisions have are not missed: retention may have deleted them.
+        """
+        return sorted(
+            segment
+            for segment, holdings in self.holdings().items()
+            if segment not in self.segments
+            and segment not in self.damaged
+            and not all(holding.superseded for holding in holdings)
+        )
 
     def is_gone(self, segment: str) -> bool:
         """Whether nothing is left of a segment."""
@@ -136,10 +170,13 @@ def take_survey(path: str, header: TraceHeader) -> Survey:
     ------
     MetadataDamagedError
         The directory of segments itself is gone.
+    StoreError
+        The store does not answer.
     """
     survey = Survey(path, header)
     pending = list_segments(path)
     known = set(pending)
+    vanished = 0
     while pending:
         referenced: set[str] = set()
         for segment, found in read_segment_headers(path, header, pending).items():
@@ -149,10 +186,14 @@ def take_survey(path: str, header: TraceHeader) -> Survey:
             elif isinstance(found, SegmentMissingError) and survey.is_gone(segment):
                 survey.vanished.append(segment)
             elif isinstance(found, TraceError):
+                raise_unanswered(found)
                 survey.damaged[segment] = found
             else:
                 where = os.path.join(segment_path(path, segment), METADATA_NAME)
                 survey.damaged[segment] = unreadable(where, found, segment)
+        if len(survey.vanished) > vanished:
+            referenced.update(list_segments(path))  # what replaces them may be newer than the listing
+            vanished = len(survey.vanished)
         # Listing a directory that is being added to may miss a segment and still show later ones that refer to it.
         pending = sorted(segment for segment in referenced - known if not survey.is_gone(segment))
         known.update(pending)
@@ -189,6 +230,12 @@ def absence(survey: Survey, segment: str) -> str:
     """What to say of a segment that samples have rows in and that is not there."""
     where = segment_path(survey.path, segment)
     return f"{where} is gone, and samples of other segments have rows in it; restore the directory"
+
+
+def raise_unanswered(error: BaseException) -> None:
+    """Raise ``error`` if it says nothing of a file: a store was asked, several times, and did not answer."""
+    if isinstance(error, StoreError) and hasattr(error, "attempts"):
+        raise error
 
 
 def unreadable(where: str, error: OSError, segment: str) -> MetadataDamagedError:

@@ -36,7 +36,16 @@ from tracefile.format import (
 from tracefile.shard import ChunkDecoder, ShardIndex, check_header, index_bytes
 from tracefile.source import merge_ranges
 from tracefile.store import absolute_path, read_trace_header, store_for
-from tracefile.survey import Holding, Range, absence, listed_segments, recovered_header, take_survey, union
+from tracefile.survey import (
+    Holding,
+    Range,
+    absence,
+    listed_segments,
+    raise_unanswered,
+    recovered_header,
+    take_survey,
+    union,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -73,6 +82,8 @@ def verify_trace(
     ------
     TraceNotFoundError, NotATraceError, FormatVersionError
         Before anything was yielded: there is no trace that could be verified.
+    StoreError
+        The store does not answer; what was not looked at yet may be sound or not.
 
     Examples
     --------
@@ -99,6 +110,7 @@ def verify_trace(
     try:
         survey = take_survey(path, header)
     except (TraceError, OSError) as error:
+        raise_unanswered(error)
         yield Finding("trace-metadata", str(error), os.path.join(path, SEGMENTS_NAME))
         return
     yield from _group_finding(os.path.join(path, SEGMENTS_NAME))
@@ -135,6 +147,7 @@ def _root(path: str) -> tuple[TraceHeader | None, Finding | None]:
     except (TraceNotFoundError, FormatVersionError):
         raise
     except (TraceError, OSError) as error:
+        raise_unanswered(error)
         segments = listed_segments(path)
         if isinstance(error, NotATraceError) and not segments:
             raise
@@ -244,6 +257,7 @@ class _SegmentCheck:
                 yield self._whole("shard-missing", str(error))
             return
         except (ShardDamagedError, OSError) as error:
+            raise_unanswered(error)
             yield self._whole("shard-damaged", f"{error}{self._whose()}")
             return
         try:
@@ -252,6 +266,7 @@ class _SegmentCheck:
             try:
                 check_header(source.read(0, min(HEADER_BYTES, size)), header.id, self.path)
             except (TraceError, OSError) as error:
+                raise_unanswered(error)
                 whose = self._whose()
                 yield self._whole("shard-damaged", f"{error}{whose}")
                 if whose:
@@ -265,6 +280,7 @@ class _SegmentCheck:
                     path=self.path,
                 )
             except (TraceError, OSError) as error:
+                raise_unanswered(error)
                 yield self._whole("shard-index", str(error))
                 return
             yield from self._chunk_findings(source, index)
@@ -296,7 +312,8 @@ class _SegmentCheck:
         for first, last, start, stop in merge_ranges(places):
             try:
                 block: memoryview | None = source.read(start, stop - start)
-            except (TraceError, OSError):
+            except (TraceError, OSError) as error:
+                raise_unanswered(error)
                 block = None  # something in there cannot be read: find out what
             for number, (offset, length) in zip(present[first:last], places[first:last], strict=True):
                 try:
@@ -308,6 +325,7 @@ class _SegmentCheck:
                 except ChunkDamagedError as error:
                     yield self._chunk("chunk-damaged", error.message, number)
                 except (TraceError, OSError) as error:
+                    raise_unanswered(error)
                     why = getattr(error, "strerror", None) or error
                     damaged = self.decoder.damaged(number, f"cannot be read ({why})")
                     yield self._chunk("chunk-damaged", damaged.message, number)

@@ -1,7 +1,7 @@
-"""The ``tracefile`` command: look into a trace, and find what is damaged in it.
+"""The ``tracefile`` command: look into a trace, find what is damaged in it, and reclaim what is not needed.
 
-What is gathered lies in :mod:`tracefile.summary`, :mod:`tracefile.load` and :mod:`tracefile.verify`; here it is
-only shown.
+What is gathered lies in :mod:`tracefile.summary`, :mod:`tracefile.load`, :mod:`tracefile.verify` and
+:mod:`tracefile.collect`; here it is only shown.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ from typing import Annotated
 import typer
 
 from tracefile._version import __version__
+from tracefile.cli.compact import EPILOG as COMPACT_EPILOG
+from tracefile.cli.compact import compact as compact_command
+from tracefile.cli.copy import EPILOG as COPY_EPILOG
+from tracefile.cli.copy import copy as copy_command
+from tracefile.cli.gc import EPILOG as GC_EPILOG
+from tracefile.cli.gc import gc as gc_command
 from tracefile.cli.inspect import EPILOG as INSPECT_EPILOG
 from tracefile.cli.inspect import inspect as inspect_command
 from tracefile.cli.verify import EPILOG as VERIFY_EPILOG
@@ -27,12 +33,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("inspect", epilog=INSPECT_EPILOG)(inspect_command)
+app.command("gc", epilog=GC_EPILOG)(gc_command)
 app.command("verify", epilog=VERIFY_EPILOG)(verify_command)
+app.command("compact", epilog=COMPACT_EPILOG)(compact_command)
+app.command("copy", epilog=COPY_EPILOG)(copy_command)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"tracefile {__version__}")
+        from tracefile import native
+
+        typer.echo(f"tracefile {__version__}\nnative decoder: {native.status()}")
         raise typer.Exit
 
 

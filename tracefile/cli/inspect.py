@@ -102,7 +102,7 @@ def _run(
 
 def _counted(survey: Survey, chosen: Revision | None, position: int | None) -> ExpertLoad:
     entries = [revision.entry for revision in survey.samples().values()] if chosen is None else [chosen.entry]
-    captured = sum(facts.rows - facts.missing_rows for facts in map(sample_facts, entries))
+    captured = sum(facts.rows - facts.missing_rows for facts in (sample_facts(survey, entry) for entry in entries))
     with Bar("Reading", captured) as bar:
         return expert_load(survey, entries, layer=position, on_progress=bar.advance)
 

@@ -72,7 +72,7 @@ def overview(console: Console, facts: TraceFacts) -> None:
         + (f", of which {facts.missing_rows:,} in {count(missing, 'sample')} were never captured" if missing else ""),
     )
     _lengths(sheet, facts)
-    if facts.superseded:
+    if facts.superseded or facts.unreachable_rows:
         sheet.add(
             "superseded",
             f"{count(facts.superseded, 'older revision')} of samples;"
