@@ -32,5 +32,8 @@ def quiet_ray() -> Iterator[Any]:
 def ray_node() -> Iterator[Any]:
     """The module ``ray``, connected to a cluster of one node."""
     with quiet_ray() as ray:
-        ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=128 * 2**20, **QUIET)
+        # A cluster of its own, also where another worker of these tests has one.
+        ray.init(
+            address="local", num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=128 * 2**20, **QUIET
+        )
         yield ray

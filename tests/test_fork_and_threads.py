@@ -74,7 +74,8 @@ print(json.dumps([before, now()]))
     assert "zarr" not in after["modules"]
 
 
-def test_small_reads_start_no_thread(path: str) -> None:
+def test_small_reads_start_no_thread(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tracefile.decode._NATIVE_BYTES_PER_THREAD", 64 * 1024)  # other tests have it lower
     values = _write(path, 1, 100)
     before = threading.active_count()
 

@@ -37,6 +37,7 @@ def cluster() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=FutureWarning, module="ray")  # of its own settings to come
         patch.setenv("PYTHONPATH", os.path.dirname(__file__))  # workers import this module
         ray.init(
+            address="local",  # also where another worker of these tests has a cluster
             num_cpus=2,
             num_gpus=0,
             include_dashboard=False,

@@ -670,6 +670,7 @@ def comparable(records: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: v for k, v in r.items() if not k.endswith("_s") and not k.startswith("rank")} for r in records]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_same_seed_gives_the_same_run_also_when_it_is_resumed(ray_cluster: None, tmp_path: Path) -> None:
     options = job.Options(out=str(tmp_path / "whole"), mode="sync", **QUICK)  # type: ignore[arg-type]
