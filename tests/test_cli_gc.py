@@ -153,7 +153,7 @@ def test_damaged_traces_are_left(steps: str) -> None:
     ("arguments", "said"),
     [
         (["nowhere"], "no trace at"),
-        (["s3://bucket/step_1.trace"], "only from directories"),
+        (["https://127.0.0.1/step_1.trace"], "for reading"),
         ([".", "--max-bytes", "ten"], "is no size"),
         ([".", "--older-than", "2 fortnights"], "is no duration"),
         ([".", "--keep-steps", "-1"], "keep-steps"),

@@ -26,9 +26,10 @@ from test_oracles import READ_ALL, READERS
 import tracefile
 from tracefile import compact, moved, prefixes
 from tracefile.compact import compact_trace
-from tracefile.compact_plan import plan_merges
+from tracefile.compact_plan import Footprint, plan_merges
 from tracefile.format import new_segment_id, staging_path
 from tracefile.local_store import LocalStore
+from tracefile.merge_writer import MergeWriter
 from tracefile.store import list_segments
 from tracefile.testing import RetentionHistory, check_same
 from tracefile.verify import verify_trace
@@ -36,7 +37,7 @@ from tracefile.verify import verify_trace
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tracefile.compact import CompactReport
+    from tracefile.compact_plan import CompactReport
 
 SMALL = {"num_layers": 5, "top_k": 2, "num_experts": 16}
 Array = np.ndarray[Any, Any]
@@ -169,7 +170,7 @@ def test_what_is_not_worth_it(path: str) -> None:
     plan = _compact(path, dry_run=True)
     assert plan.after.segments == 1
     assert len(list_segments(path)) == 3
-    assert _compact(path).after == compact.Footprint(1, 4, plan.merged[0].bytes - 2 * (64 + 4))
+    assert _compact(path).after == Footprint(1, 4, plan.merged[0].bytes - 2 * (64 + 4))
     for wrong in ({"target_bytes": 0}, {"min_segments": 1}, {"min_age": -1}, {"settle": -1}):
         with pytest.raises(tracefile.OptionError):
             _compact(path, **wrong)
@@ -180,7 +181,7 @@ def test_segments_without_rows_go_along(path: str) -> None:
         for number in range(4):
             writer.append(f"{number}@0", _ids(f"{number}@0"))
         first = writer.append("a@30", _ids("a@30"))
-    assert _compact(path).after == compact.Footprint(1, 4, tracefile.open(path).segments.popitem()[1].shard_bytes)
+    assert _compact(path).after == Footprint(1, 4, tracefile.open(path).segments.popitem()[1].shard_bytes)
     with _writer(path) as writer:
         writer.truncate("a@30", 7)
         writer.truncate("a@30", 5)
@@ -191,7 +192,7 @@ def test_segments_without_rows_go_along(path: str) -> None:
     np.testing.assert_array_equal(first.numpy(), _ids("a@30"))
     only_empty = f"{path}.2"
     _fill(only_empty, ["x@0", "y@0"])
-    assert _compact(only_empty).after == compact.Footprint(1, 3, 0)
+    assert _compact(only_empty).after == Footprint(1, 3, 0)
     assert sorted(tracefile.open(only_empty)) == ["x@0", "y@0"]
 
 
@@ -401,33 +402,130 @@ def test_rows_that_somebody_wants_meanwhile_are_not_dropped(path: str, monkeypat
     assert tracefile.open(path)["b"][:, 0, 0].tolist() == [1] * 30
 
 
-@pytest.mark.parametrize("when", ["before it is deleted", "after it was killed"])
-def test_rows_that_somebody_finds_in_the_original_stay(path: str, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    with _writer(path) as writer:
-        old = writer.append("a", np.full((40, 5, 2), 1))
-        writer.append("a", np.full((12, 5, 2), 2))
-        if when == "before it is deleted":
-            wanted = compact._Compaction._wanted_again
+class _Stale:
+    """A sample "a" with an old revision, and a writer that appends rows of it as "b" when told to."""
 
-            def late(self: Any) -> set[str]:
-                writer.append("b", old[:30])
-                return wanted(self)
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.writer = _writer(path)
+        self.old = self.writer.append("a", np.full((40, 5, 2), 1))
+        self.writer.append("a", np.full((12, 5, 2), 2))
 
-            monkeypatch.setattr(compact._Compaction, "_wanted_again", late)
-            report = _compact(path, drop_unreachable=True)
-            monkeypatch.undo()
-            assert len(report.changed) == 1
-        else:
-            with mock.patch.object(LocalStore, "delete"):
-                _compact(path, drop_unreachable=True)
-            writer.append("b", old[:30])
-    for _ in range(3):
-        trace = tracefile.open(path)
-        assert trace["b"][:, 0, 0].tolist() == [1] * 30
-        assert trace["a"][:, 0, 0].tolist() == [2] * 12
-        assert list(verify_trace(path)) == []
-        _compact(path)
-    assert len(list_segments(path)) == 1
+    def append(self) -> None:
+        self.writer.append("b", self.old[:30])
+
+    def check(self, **expected: list[int]) -> None:
+        """These samples are there and read right, also after more compactions; and then there is one segment."""
+        self.writer.close()
+        for _ in range(3):
+            trace = tracefile.open(self.path)
+            assert {sample: trace[sample][:, 0, 0].tolist() for sample in trace} == expected
+            assert list(verify_trace(self.path)) == []
+            _compact(self.path)
+        assert len(list_segments(self.path)) == 1
+        assert not os.path.exists(staging_path(self.path))
+
+
+@pytest.fixture
+def stale(path: str) -> _Stale:
+    return _Stale(path)
+
+
+def _before_first(monkeypatch: pytest.MonkeyPatch, stale: _Stale, name: str, act: Any) -> list[str]:
+    """Act once, right before a method of the store is first called with one of the segments; with which that was."""
+    met: list[str] = []
+    original, segments = getattr(LocalStore, name), list_segments(stale.path)
+
+    def first(self: LocalStore, trace: str, segment: str, *arguments: Any) -> Any:
+        if not met and segment in segments:
+            met.append(segment)
+            act()
+        return original(self, trace, segment, *arguments)
+
+    monkeypatch.setattr(LocalStore, name, first)
+    return met
+
+
+@pytest.mark.parametrize("name", ["set_aside", "drop"])
+def test_rows_that_somebody_finds_in_the_original_stay(
+    stale: _Stale, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Before originals are set aside, and between the last look at the trace and their removal."""
+    met = _before_first(monkeypatch, stale, name, stale.append)
+    report = _compact(stale.path, drop_unreachable=True)
+    assert report.changed == met != []
+    stale.check(a=[2] * 12, b=[1] * 30)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_rows_are_dropped_while_somebody_names_them(stale: _Stale, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """A writer has seen that rows are there, and is about to publish what names them, or did and will look again."""
+    publish = LocalStore.publish
+
+    def interleave(self: LocalStore, *arguments: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        if when == "after":
+            publish(self, *arguments, **options)
+        with mock.patch.object(compact._Compaction, "_see_news"):  # it has looked before
+            _compact(stale.path, drop_unreachable=True)
+        if when == "before":
+            publish(self, *arguments, **options)
+
+    monkeypatch.setattr(LocalStore, "publish", interleave)
+    if when == "before":
+        with pytest.raises(tracefile.SegmentMissingError, match="append the sample whole"):
+            stale.append()
+        stale.check(a=[2] * 12)
+    else:
+        stale.append()
+        stale.check(a=[2] * 12, b=[1] * 30)
+
+
+def test_rows_that_are_wanted_after_a_run_was_killed(stale: _Stale, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = list_segments(stale.path)[0]
+    for name, aside in (("set_aside", []), ("drop", [old])):
+
+        def work(name: str = name) -> None:
+            _before_first(monkeypatch, stale, name, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            _compact(stale.path, drop_unreachable=True)
+
+        assert join(fork(work)) == [-signal.SIGKILL]
+        assert LocalStore().aside(stale.path) == aside
+        assert tracefile.open(stale.path)["a"][:, 0, 0].tolist() == [2] * 12
+    stale.append()
+    stale.check(a=[2] * 12, b=[1] * 30)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_what_is_aside_is_finished_by_the_next_run(stale: _Stale, drop: bool) -> None:
+    with mock.patch.object(LocalStore, "drop", side_effect=OSError(5, "no")), pytest.raises(OSError, match="no"):
+        _compact(stale.path, drop_unreachable=True)
+    (old,) = LocalStore().aside(stale.path) or list_segments(stale.path)[:1]
+    LocalStore().set_aside(stale.path, old)  # as if it had been killed
+    assert _compact(stale.path, drop_unreachable=drop).finished == [old]
+    stale.check(a=[2] * 12)
+
+
+def test_rows_of_segments_that_are_gone_are_wanted(stale: _Stale, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer names what an earlier run has replaced: the segment that has the rows now stays."""
+    _compact(stale.path)
+    met = _before_first(monkeypatch, stale, "set_aside", stale.append)
+    report = _compact(stale.path, drop_unreachable=True)
+    assert report.changed == met != []
+    stale.check(a=[2] * 12, b=[1] * 30)
+
+
+def test_a_newer_revision_is_withdrawn(stale: _Stale, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a writer that finds rows gone which it has named: the revision before it counts again."""
+    newest = list_segments(stale.path)[1]
+    plan = plan_merges
+    monkeypatch.setattr(compact, "plan_merges", lambda headers, *given, **options: plan(headers[:1], *given, **options))
+    met = _before_first(monkeypatch, stale, "set_aside", lambda: LocalStore().delete(stale.path, newest))
+    report = _compact(stale.path, drop_unreachable=True)
+    assert len(report.merged) == 1
+    assert report.changed == met != []
+    monkeypatch.undo()
+    stale.check(a=[1] * 40)
 
 
 # Damage
@@ -479,7 +577,7 @@ def test_a_damaged_document(path: str) -> None:
 def test_originals_stay_where_the_merged_segment_is_damaged(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = _names(5)
     _fill(path, samples)
-    monkeypatch.setattr(LocalStore, "delete", mock.Mock(side_effect=OSError(5, "no")))
+    monkeypatch.setattr(LocalStore, "delete_all", mock.Mock(side_effect=OSError(5, "no")))
     with pytest.raises(OSError, match="no"):
         _compact(path)
     monkeypatch.undo()
@@ -524,15 +622,17 @@ def _kill_at_each_step(path: str, samples: list[str], handles: list[Any], **opti
     return left
 
 
-@pytest.mark.parametrize("durable", [False, True])
-def test_killed_at_each_step(path: str, durable: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"durable": True}, {"drop_unreachable": True}], ids=str)
+def test_killed_at_each_step(path: str, options: dict[str, bool]) -> None:
     samples = [f"s{number}@{number + 9}" for number in range(4)]
     handles = _fill(path, samples)
     with _writer(path) as writer:
         writer.truncate(samples[0], 0)
-        writer.append(samples[0], _ids(samples[0]))
-    left = _kill_at_each_step(path, samples, handles, durable=durable)
-    assert len(left) > (20 if durable else 12)
+        again = writer.append(samples[0], _ids(samples[0]))
+    if options.get("drop_unreachable"):
+        handles[0] = again
+    left = _kill_at_each_step(path, samples, handles, **options)
+    assert len(left) > 20
     assert left[0] == 6
     assert left[-1] == 1
     assert {7, 6, 5, 4, 3, 2} <= set(left)
@@ -562,7 +662,7 @@ def test_two_runs_that_publish_before_either_deletes(path: str, monkeypatch: pyt
     def interleave(self: Any, sources: Any) -> None:
         check(self, sources)
         monkeypatch.undo()
-        with mock.patch.object(LocalStore, "delete"):  # the other one comes to that later
+        with mock.patch.object(LocalStore, "delete_all"):  # the other one comes to that later
             second.append(_compact(path))
             second.append(tracefile.open(path))
 
@@ -583,14 +683,14 @@ def test_two_runs_that_publish_before_either_deletes(path: str, monkeypatch: pyt
 def test_what_another_run_did_meanwhile(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = _names(6)
     handles = _fill(path, samples)
-    copy = compact._Compaction._copy
+    copy = MergeWriter._copy
 
-    def interleave(self: Any, *arguments: Any) -> Any:
+    def interleave(self: MergeWriter, *arguments: Any) -> Any:
         monkeypatch.undo()
         _compact(path)
         return copy(self, *arguments)
 
-    monkeypatch.setattr(compact._Compaction, "_copy", interleave)
+    monkeypatch.setattr(MergeWriter, "_copy", interleave)
     report = _compact(path)
     assert report.merged == []
     assert len(report.changed) == 6
@@ -790,7 +890,7 @@ class _CompactedHistory(RetentionHistory):
     def compact_without_deleting(self, data: st.DataObject) -> None:
         """As it is left by a run that is killed."""
         if os.path.exists(self.path):
-            with mock.patch.object(LocalStore, "delete"):
+            with mock.patch.object(LocalStore, "delete_all"):
                 _compact(self.path, target_bytes=data.draw(st.sampled_from([400, 2**20])))
 
     @rule()

@@ -17,10 +17,11 @@ from store_kinds import KINDS
 from support import Faults, fork, ids_of, join, tree
 
 import tracefile
-from tracefile import transfer
+from tracefile import shard_copy, transfer
 from tracefile.compact import compact_trace
 from tracefile.local_store import LocalStore
-from tracefile.store import list_segments
+from tracefile.reclaim import ReclaimingStore
+from tracefile.store import list_segments, store_for
 from tracefile.transfer import copy_trace
 from tracefile.verify import verify_trace
 
@@ -95,7 +96,7 @@ def test_the_same_bytes(path: str, target: str) -> None:
 
 
 def test_large_files_go_in_pieces(path: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "MERGED_READ_BYTES", 300)
+    monkeypatch.setattr(shard_copy, "MERGED_READ_BYTES", 300)
     _fill(path, ["long@700"], codec="none")
     assert copy_trace(path, target).damaged == {}
     assert tree(target) == tree(path)
@@ -145,6 +146,18 @@ def test_to_any_store_and_back(kind: str, request: pytest.FixtureRequest, tmp_pa
         _check(path, [*samples, "more@9"])
         compact_trace(path, min_age=0, settle=0, min_segments=2)
         assert list_segments(path) == list_segments(there)
+        # Rows that are dropped there, or not.
+        _fill(there, ["more@9"])
+        if isinstance(store_for(there), ReclaimingStore):
+            report = compact_trace(there, min_age=0, settle=0, min_segments=2, drop_unreachable=True)
+            assert report.changed == []
+            assert report.after.bytes < report.before.bytes
+        else:
+            with pytest.raises(tracefile.OptionError, match="rows cannot be dropped"):
+                compact_trace(there, min_age=0, settle=0, min_segments=2, drop_unreachable=True)
+        trace = store.open(there)
+        for sample in [*samples, "more@9"]:
+            np.testing.assert_array_equal(trace[sample].numpy(), _ids(sample))
     finally:
         store.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,7 +22,7 @@ from tracefile.retention import (
     order_traces,
     plan_gc,
 )
-from tracefile.store import absolute_path, read_trace_header
+from tracefile.store import absolute_path, read_trace_header, store_for
 from tracefile.survey import Survey, take_survey
 from tracefile.trace import Trace
 
@@ -36,6 +37,8 @@ OnProgress: TypeAlias = "Callable[[str, int, int], None]"
 
 #: Traces that are collected together.
 _BATCH = 16
+#: Segments that are set aside, or removed, at a time where that takes round trips.
+_THREADS = 16
 
 
 @dataclass(slots=True)
@@ -139,7 +142,7 @@ def collect(
     Parameters
     ----------
     paths : path-like, or iterable of path-like
-        Traces, and directories of traces.
+        Traces, and directories or prefixes of traces.
     keep_steps : int, optional
         Keep the newest so many traces of all that ``paths`` hold, and delete the others.
     max_bytes : int, optional
@@ -154,7 +157,8 @@ def collect(
         After how many seconds without a change a segment in the making is taken for that of a killed writer.
     settle : float, optional
         For how many seconds to wait for writers that have seen a segment which is being taken away, before it is
-        removed. Default 1, and 60 on network file systems, whose clients see late what others do.
+        removed. Default 1; 60 on network file systems, whose clients see late what others do; in object stores two of
+        the times that a request may be tried (120), which is how long publishing may take.
     dry_run : bool
         Change nothing, and say what would be done.
     on_progress : callable, optional
@@ -241,7 +245,7 @@ class _Collection:
                 raise
             result.traces.append(TraceResult(path, error=error.message))
         except (TraceNotFoundError, NotATraceError):
-            if alone or os.path.lexists(path):
+            if alone or _exists(path) or _exists(os.path.join(path, METADATA_NAME)):
                 raise
 
     def _settle(self, collectors: Sequence[_Collector]) -> None:
@@ -261,10 +265,13 @@ class _Collection:
             try:
                 read_trace_header(path)
             except NotATraceError:
-                if os.path.exists(os.path.join(path, METADATA_NAME)):
+                if _exists(os.path.join(path, METADATA_NAME)):
                     raise
-                found = store.traces(path) if os.path.isdir(path) else []
-                if not os.path.isdir(path):
+                try:
+                    found = store.traces(path)
+                except (FileNotFoundError, NotADirectoryError):
+                    found = None
+                if found is None:
                     raise
                 if not self._options.dry_run:
                     result.swept += store.sweep(path, self._now - self._options.unfinished)
@@ -313,13 +320,21 @@ class _Collection:
         return TraceAge(path, newest, sum(header.shard_bytes for header in headers))
 
 
+def _exists(path: str) -> bool:
+    try:
+        store_for(path).size(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 class _Collector:
     """Reclaims from one trace: takes away, and removes what nobody needs after a while."""
 
     def __init__(self, path: str, options: GcOptions, now: float, told: OnProgress) -> None:
         self.path = path
         self.store: ReclaimingStore = reclaiming_store(path)
-        self.aside: list[str] = []
+        self.aside: dict[str, str] = {}  # segments, and how the store knows that it was us
         self._options = options
         self._now = now
         self._told = told
@@ -330,8 +345,7 @@ class _Collector:
         options, store, path = self._options, self.store, self.path
         self._header = read_trace_header(path)
         if not options.dry_run:
-            for segment in store.aside(path):  # a collection was killed
-                store.bring_back(path, segment)
+            store.bring_back_all(path, store.aside(path))  # a collection was killed
         self._survey = self._look()
         self._plan = self._replan(
             self._survey,
@@ -352,10 +366,7 @@ class _Collector:
         if self._plan.doomed:
             with Trace(path) as trace:
                 publish_deletion(trace, self._plan.doomed, after=max(self._plan.doomed.values()))
-        for number, segment in enumerate(self._plan.segments):
-            self._told("Taking away", number, len(self._plan.segments))
-            if store.set_aside(path, segment):
-                self.aside.append(segment)
+        self._together("Taking away", self._set_aside, list(self._plan.segments))
 
     def finish(self) -> TraceResult:
         """Remove what is still needed by nobody, and what killed processes left."""
@@ -376,9 +387,28 @@ class _Collector:
 
     def bring_back(self) -> None:
         """Make visible again what is aside; the oldest first, which others may name."""
-        while self.aside:
-            self.store.bring_back(self.path, min(self.aside))
-            self.aside.remove(min(self.aside))
+        self.store.bring_back_all(self.path, sorted(self.aside))
+        self.aside.clear()
+
+    def _set_aside(self, segment: str) -> None:
+        mark = self.store.set_aside(self.path, segment)
+        if mark:
+            self.aside[segment] = mark
+
+    def _drop(self, segment: str) -> None:
+        if self.store.drop(self.path, segment, self.aside[segment]):
+            del self.aside[segment]
+
+    def _together(self, what: str, act: Callable[[str], None], segments: list[str]) -> None:
+        """Do something with each of several segments; where that takes round trips, with some at a time."""
+        with contextlib.ExitStack() as stack:
+            done: Iterable[None] = map(act, segments)
+            if self.store.round_trips:
+                threads = ThreadPoolExecutor(_THREADS)
+                stack.callback(threads.shutdown, cancel_futures=True)
+                done = threads.map(act, segments)
+            for number, _ in enumerate(done):
+                self._told(what, number, len(segments))
 
     def _look(self) -> Survey:
         survey = take_survey(self.path, self._header)
@@ -398,13 +428,9 @@ class _Collector:
         goes = self._replan(again, grace=self._plan.grace, doomed=self._plan.doomed).segments
         # Another collection may have aside what lists samples that a segment of ours says were deleted.
         others = set(self.store.aside(self.path)) - set(self.aside)
-        removed = []
-        for number, segment in enumerate(list(self.aside)):
-            self._told("Removing", number, len(known))
-            stays = segment not in goes or (others and known[segment].deleted)
-            if not stays and self.store.drop(self.path, segment):
-                removed.append(segment)
-                self.aside.remove(segment)
+        going = [segment for segment in known if segment in goes and not (others and known[segment].deleted)]
+        self._together("Removing", self._drop, going)
+        removed = [segment for segment in going if segment not in self.aside]
         self.bring_back()
         return removed
 

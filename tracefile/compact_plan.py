@@ -1,13 +1,70 @@
-"""Which segments compaction merges. Pure."""
+"""What a compaction is to do, and what it did: which segments it merges, and its report. Pure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from tracefile.metadata import SegmentHeader
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a trace is on disk: segments, files, bytes of its shard files."""
+
+    segments: int
+    files: int
+    bytes: int
+
+    @classmethod
+    def of(cls, headers: Iterable[SegmentHeader]) -> Footprint:
+        headers = list(headers)
+        files = 2 + sum(2 if header.rows else 1 for header in headers)
+        return cls(len(headers), files, sum(header.shard_bytes for header in headers))
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """A segment that took the place of others; ``segment`` is empty where it was only planned."""
+
+    segment: str
+    replaced: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(slots=True)
+class CompactReport:
+    """What :func:`~tracefile.compact.compact_trace` did.
+
+    Attributes
+    ----------
+    path : str
+    before, after : Footprint
+        ``after`` is what the plan comes to, for a dry run.
+    merged : list of Merge
+    finished : list of str
+        Segments that an earlier run had replaced and not deleted, and this one did.
+    refused : dict of str to str
+        Segments that were left as they are because they are damaged, and what is wrong with them.
+    changed : list of str
+        Segments that were left for another run: others replaced or deleted some of them meanwhile, or named rows that
+        were to be dropped.
+    """
+
+    path: str
+    before: Footprint
+    after: Footprint
+    merged: list[Merge] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return asdict(self)
 
 
 def plan_merges(

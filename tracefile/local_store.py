@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 import stat
@@ -24,12 +23,12 @@ from tracefile.format import (
     segment_path,
     staging_path,
 )
-from tracefile.reclaim import Leftover, ReclaimingStore
+from tracefile.reclaim import Leftover, ReclaimingStore, deleted_under_writer, is_of
 from tracefile.source import is_shared, open_source
 from tracefile.store import register_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from tracefile.source import Source, SourceKind
 
@@ -166,43 +165,49 @@ class LocalStore(ReclaimingStore):
         directory = -1
         try:
             directory = os.open(os.path.join(trace, SEGMENTS_NAME), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            uuid = _uuid_in(_read_at(f"../{METADATA_NAME}", directory))
-            if uuid is None or f'"trace":"{uuid}"'.encode() in self.read(os.path.join(build, METADATA_NAME)):
+            root = _read_at(f"../{METADATA_NAME}", directory)
+            if is_of(self.read(os.path.join(build, METADATA_NAME)), root):
                 return directory
-            why = "was deleted, and another was made in its place,"
         except BaseException as error:
             if directory >= 0:
                 os.close(directory)
             if not isinstance(error, FileNotFoundError) or os.path.lexists(trace):
                 raise
-            why = "was deleted"
-        else:
-            os.close(directory)
-        raise PublishError(
-            f"{trace} {why} under this writer; nothing of this segment was published. Open another writer to go on",
-            path=trace,
-            errno=errno.ENOENT,
-        )
+            raise deleted_under_writer(trace, replaced=False) from None
+        os.close(directory)
+        raise deleted_under_writer(trace, replaced=True)
 
     def discard(self, build: str) -> None:
         shutil.rmtree(build, ignore_errors=True)
 
     def delete(self, trace: str, segment: str) -> None:
+        self.delete_all(trace, [segment])
+
+    def delete_all(self, trace: str, segments: Sequence[str]) -> None:
+        staging = staging_path(trace)
         # Away as a whole first: what is deleted file by file would be seen damaged.
         try:
-            _rename_staged(trace, segment_path(trace, segment), _DELETED + segment)
+            for segment in segments:
+                _rename_staged(trace, segment_path(trace, segment), os.path.join(staging, _DELETED + segment))
         finally:
-            self.remove_leftover(trace, _DELETED + segment)
+            for segment in segments:
+                _remove_segment(os.path.join(staging, _DELETED + segment))
             self.leave(trace)
 
     def settle(self, trace: str) -> float:
         return _SHARED_SETTLE_SECONDS if is_shared(trace) else self.settle_seconds
 
-    def set_aside(self, trace: str, segment: str) -> bool:
-        return _rename_staged(trace, segment_path(trace, segment), _ASIDE + segment)
+    def set_aside(self, trace: str, segment: str) -> str:
+        name = f"{_ASIDE}{segment}.{new_segment_id()}"
+        aside = os.path.join(staging_path(trace), name)
+        return name if _rename_staged(trace, segment_path(trace, segment), aside) else ""
 
     def aside(self, trace: str) -> list[str]:
-        return [name.removeprefix(_ASIDE) for name in self.unfinished(trace) if name.startswith(_ASIDE)]
+        names = (name.removeprefix(_ASIDE) for name in self.unfinished(trace) if name.startswith(_ASIDE))
+        return sorted({name.partition(".")[0] for name in names})
+
+    def _aside(self, trace: str, segment: str) -> list[str]:
+        return [name for name in self.unfinished(trace) if name.partition(".")[0] == _ASIDE + segment]
 
     def bring_back(self, trace: str, segment: str) -> bool:
         target = segment_path(trace, segment)
@@ -211,16 +216,18 @@ class LocalStore(ReclaimingStore):
                 # An NFS client asks the server about what is opened, and not about what is looked up.
                 os.close(os.open(os.path.join(target, METADATA_NAME), os.O_RDONLY | os.O_CLOEXEC))
                 return True
-            if attempt == 0:
+            for name in self._aside(trace, segment) if attempt == 0 else ():
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    os.rename(os.path.join(staging_path(trace), _ASIDE + segment), target)
+                    os.rename(os.path.join(staging_path(trace), name), target)
         return False
 
-    def drop(self, trace: str, segment: str) -> bool:
+    def drop(self, trace: str, segment: str, mark: str = "") -> bool:
         staging = staging_path(trace)
-        if not _rename_staged(trace, os.path.join(staging, _ASIDE + segment), _DELETED + segment):
+        names = [mark] if mark else self._aside(trace, segment)
+        deleted = os.path.join(staging, _DELETED + segment)
+        if not any(_rename_staged(trace, os.path.join(staging, name), deleted) for name in names):
             return False
-        self.remove_leftover(trace, _DELETED + segment)
+        _remove_segment(deleted)
         self.leave(trace)
         return True
 
@@ -305,26 +312,36 @@ def _read_at(name: str, directory: int) -> bytes:
         return file.read()
 
 
-def _uuid_in(root: bytes) -> object:
-    """The uuid that a root document gives; ``None`` if it is damaged, which is for readers to say."""
-    try:
-        return json.loads(root)["attributes"]["tracefile"]["uuid"]
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _rename_staged(trace: str, path: str, name: str) -> bool:
-    """Rename into the staging directory; whether it was there."""
+def _rename_staged(trace: str, path: str, target: str) -> bool:
+    """Rename to a place in the staging directory; whether it was there."""
     for _ in range(100):
-        _make_staged(trace, staging_path(trace))
         try:
-            os.rename(path, os.path.join(staging_path(trace), name))
+            os.rename(path, target)
         except (FileNotFoundError, NotADirectoryError):
             if not os.path.lexists(path):
                 return False
-            continue  # a writer, closing, removed the empty staging directory in between
-        return True
-    raise OSError(errno.ENOENT, "the staging directory keeps vanishing", staging_path(trace))
+            _make_staged(trace, os.path.dirname(target))  # who closes removes it while it is empty
+        else:
+            return True
+    raise OSError(errno.ENOENT, "the staging directory keeps vanishing", os.path.dirname(target))
+
+
+def _remove_segment(path: str) -> None:
+    """Remove a segment's directory: what is known to be there by its name, which takes a few calls, then the rest."""
+    for name in (METADATA_NAME, SHARD_NAME):
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(path, name))
+    below = os.path.dirname(SHARD_NAME)
+    while below:
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.join(path, below))
+        below = os.path.dirname(below)
+    try:
+        os.rmdir(path)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_tree(path: str) -> None:

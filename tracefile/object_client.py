@@ -14,6 +14,7 @@ import asyncio
 import atexit
 import contextlib
 import errno
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -40,6 +41,7 @@ T = TypeVar("T")
 _TRIES = 3
 #: Requests under way at once, of a process.
 _CONCURRENCY = 64
+_DELETED_AT_ONCE = 500
 _PART_BYTES = 8 * 1024 * 1024
 _PARTS_AT_ONCE = 4
 #: What obstore is told unless the user says otherwise: seconds without an answer, or without more of it, end a try.
@@ -76,6 +78,14 @@ class Fetched(NamedTuple):
 
     data: memoryview
     size: int
+
+
+class Listed(NamedTuple):
+    """An object that was listed: its name, its bytes, and when it was put, in seconds since the epoch."""
+
+    name: str
+    nbytes: int
+    changed: float
 
 
 class ObjectMoved(Exception):
@@ -213,7 +223,7 @@ class ObjectClient:
                     attempts=1,
                     errno=errno.EACCES,
                 ) from error
-            except (exceptions.NotSupportedError, exceptions.InvalidPathError) as error:
+            except (exceptions.NotSupportedError, exceptions.InvalidPathError, NotImplementedError) as error:
                 raise StoreError(
                     f"{where}: this store cannot do that ({_first_line(error)})", path=str(where), attempts=1
                 ) from error
@@ -275,10 +285,31 @@ class ObjectClient:
 
         return await asyncio.gather(*map(one, urls))
 
-    async def size(self, url: str) -> int:
+    async def stat(self, url: str) -> Listed:
         where = Place.of(url)
-        meta = await self._ask(where, lambda obstore, store: obstore.package.head_async(store, where.key))
-        return int(meta["size"])
+        return _listed(url, await self._ask(where, lambda obstore, store: obstore.package.head_async(store, where.key)))
+
+    async def size(self, url: str) -> int:
+        return (await self.stat(url)).nbytes
+
+    async def sizes(self, urls: Sequence[str]) -> list[int | OSError]:
+        """Sizes of objects, or what kept each from being known."""
+
+        async def one(url: str) -> int | OSError:
+            try:
+                return await self.size(url)
+            except OSError as error:
+                return error
+
+        return await asyncio.gather(*map(one, urls))
+
+    async def exist(self, urls: Sequence[str]) -> list[bool]:
+        """Which objects there are."""
+        found = await self.sizes(urls)
+        for each in found:
+            if isinstance(each, OSError) and not isinstance(each, FileNotFoundError):
+                raise each
+        return [isinstance(each, int) for each in found]
 
     async def put(self, url: str, data: bytes) -> None:
         where = Place.of(url)
@@ -309,17 +340,28 @@ class ObjectClient:
 
         if await self._ask(where, once):
             return True
-        return (await self.get(url)).data == data  # ours, where the first answer was lost
+        try:
+            return (await self.get(url)).data == data  # ours, where the first answer was lost
+        except FileNotFoundError:
+            return False  # removed since
 
-    async def list(self, url: str, limit: int | None = None) -> list[tuple[str, int]]:
-        """Names, relative to ``url``, and sizes of the objects below it."""
+    async def directories(self, url: str) -> list[str]:
+        """The names right below ``url`` that have objects below them."""
+        where = Place.of(url)
+        found = await self._ask(
+            where, lambda obstore, store: obstore.package.list_with_delimiter_async(store, where.key)
+        )
+        return [prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"]]
+
+    async def list(self, url: str, limit: int | None = None) -> list[Listed]:
+        """The objects below ``url``, by names relative to it."""
         where = Place.of(url)
 
-        async def once(obstore: _Obstore, store: Any) -> list[tuple[str, int]]:
-            found: list[tuple[str, int]] = []
+        async def once(obstore: _Obstore, store: Any) -> list[Listed]:
+            found: list[Listed] = []
             above = len(where.key.split("/"))
             async for batch in obstore.package.list(store, prefix=where.key, chunk_size=limit or 1000):
-                found += (("/".join(meta["path"].split("/")[above:]), int(meta["size"])) for meta in batch)
+                found += (_listed("/".join(meta["path"].split("/")[above:]), meta) for meta in batch)
                 if limit is not None and len(found) >= limit:
                     break
             return found
@@ -328,13 +370,22 @@ class ObjectClient:
 
     async def delete(self, urls: Sequence[str]) -> None:
         """Delete objects, whether there are any or not."""
+        for first in range(0, len(urls), _DELETED_AT_ONCE):
+            keys = [Place.of(url).key for url in urls[first : first + _DELETED_AT_ONCE]]
+            await self._ask(Place.of(urls[first]), functools.partial(_delete, keys))
 
-        async def once(obstore: _Obstore, store: Any) -> None:
+
+async def _delete(keys: Sequence[str], obstore: _Obstore, store: Any) -> None:
+    try:
+        await obstore.package.delete_async(store, keys)
+    except FileNotFoundError:  # of one of them; the others may be there still
+        for key in keys if len(keys) > 1 else ():
             with contextlib.suppress(FileNotFoundError):
-                await obstore.package.delete_async(store, [Place.of(url).key for url in urls])
+                await obstore.package.delete_async(store, [key])
 
-        if urls:
-            await self._ask(Place.of(urls[0]), once)
+
+def _listed(name: str, meta: Mapping[str, Any]) -> Listed:
+    return Listed(name, int(meta["size"]), meta["last_modified"].timestamp())
 
 
 def _no_answer(where: Place, why: str, attempts: int) -> StoreError:

@@ -29,17 +29,23 @@ from tracefile.errors import (
 from tracefile.format import METADATA_NAME, SEGMENTS_NAME, SHARD_NAME, is_segment_id, segment_path
 from tracefile.node_cache import node_cache
 from tracefile.object_client import ObjectMoved, Place, client
-from tracefile.store import Store, register_store
+from tracefile.object_reclaim import ObjectReclaim
+from tracefile.reclaim import deleted_under_writer, is_of
+from tracefile.store import register_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from tracefile.node_cache import CachedFile
-    from tracefile.object_client import Fetched
+    from tracefile.object_client import Fetched, Listed
     from tracefile.source import Source, SourceKind
 
 Range = tuple[int, int]
+
+#: In a directory that a segment is built in: where its shard was uploaded to, and that nothing but its document is to
+#: be published.
+_UPLOADED, _CHECKED = "uploaded", "checked"
 
 #: Gaps up to here are fetched along rather than asked around, and all of them at most so large a part of what is
 #: needed. What else is fetched, documents and indexes, is small beside it: together less than half.
@@ -192,10 +198,9 @@ def _parts(ranges: Sequence[Range]) -> Iterator[Sequence[Range]]:
     yield ranges[first:]
 
 
-class ObjectStore(Store):
+class ObjectStore(ObjectReclaim):
     """Buckets. A path is a URL, as obstore takes it."""
 
-    round_trips: ClassVar[bool] = True
     poll_seconds: ClassVar[tuple[float, float]] = (0.1, 1.0)
 
     def absolute(self, path: str) -> str:
@@ -221,12 +226,15 @@ class ObjectStore(Store):
             pass
         # What the first writer puts there before the root document is no reason to call it something else.
         first = f"{SEGMENTS_NAME}/{METADATA_NAME}"
-        if not _is_web(trace) and any(name != first for name, _ in client.run(client.list(trace, limit=2))):
+        if not _is_web(trace) and any(each.name != first for each in client.run(client.list(trace, limit=2))):
             raise NotATraceError(f"{trace} has objects, but no {METADATA_NAME}: not a trace", path=trace)
         raise TraceNotFoundError(f"no trace at {trace}; it appears when its first writer opens it", path=trace)
 
     def size(self, path: str) -> int:
         return client.run(client.size(path))
+
+    def sizes(self, paths: Sequence[str]) -> list[int | OSError]:
+        return client.run(client.sizes(paths)) if paths else []
 
     def open_source(self, path: str, *, kind: SourceKind, size: int, segment: str) -> Source:
         source = ObjectSource(path, size, segment, cached=kind != "pread")
@@ -240,11 +248,10 @@ class ObjectStore(Store):
                 raise source.moved(actual)
         return source
 
-    def _objects(self, trace: str) -> dict[str, list[str]]:
-        """The objects of each segment, by their names in it. Raises FileNotFoundError where there is nothing."""
+    def objects(self, trace: str) -> dict[str, list[Listed]]:
         below = os.path.join(trace, SEGMENTS_NAME)
         try:
-            names = client.run(client.list(below))
+            listed = client.run(client.list(below))
         except StoreError as error:
             if not _is_web(trace):
                 raise
@@ -254,47 +261,64 @@ class ObjectStore(Store):
                 path=trace,
                 attempts=1,
             ) from error
-        if not names:
+        if not listed:
             raise FileNotFoundError(errno.ENOENT, "no objects", below)
-        found: dict[str, list[str]] = {}
-        for name, _ in names:
-            segment, _, rest = name.partition("/")
+        found: dict[str, list[Listed]] = {}
+        for each in listed:
+            segment, _, rest = each.name.partition("/")
             if rest and is_segment_id(segment):
-                found.setdefault(segment, []).append(rest)
+                found.setdefault(segment, []).append(each._replace(name=rest))
         return found
 
     def segments(self, trace: str) -> list[str]:
-        return [segment for segment, names in self._objects(trace).items() if METADATA_NAME in names]
+        return [segment for segment, found in self.objects(trace).items() if _is_segment(found)]
 
     def is_gone(self, trace: str, segment: str) -> bool:
-        return not client.run(client.list(segment_path(trace, segment), limit=1))
+        # Without a document there is no segment, whatever else is left of it.
+        return not client.run(client.exist([os.path.join(segment_path(trace, segment), METADATA_NAME)]))[0]
 
     def create(self, trace: str, files: Mapping[str, bytes], *, durable: bool) -> bool:
-        _check_writable(trace)
+        self.check_deletable(trace)
+        self.check_vacant(trace)
         for name, data in files.items():
             if name != METADATA_NAME:
                 client.run(client.put(os.path.join(trace, name), data))
         return client.run(client.put_new(os.path.join(trace, METADATA_NAME), files[METADATA_NAME]))
 
     def begin(self, trace: str, segment: str) -> str:
-        _check_writable(trace)
+        self.check_deletable(trace)
         build = tempfile.mkdtemp(prefix=f"tracefile-{segment}-")
         os.makedirs(os.path.join(build, os.path.dirname(SHARD_NAME)))
         return build
 
-    def publish(self, trace: str, segment: str, build: str, *, durable: bool) -> None:
-        target = segment_path(trace, segment)
-        document = os.path.join(target, METADATA_NAME)
-        with open(os.path.join(build, METADATA_NAME), "rb") as file:
-            data = file.read()
+    def upload(self, trace: str, segment: str, build: str) -> None:
+        document, root = _read(build, METADATA_NAME), client.start(client.get(os.path.join(trace, METADATA_NAME)))
         try:
             if os.path.exists(os.path.join(build, SHARD_NAME)):
+                target = segment_path(trace, segment)
+                with open(os.path.join(build, _UPLOADED), "w") as file:
+                    file.write(target)
                 client.run(client.put_file(os.path.join(target, SHARD_NAME), os.path.join(build, SHARD_NAME)))
-            client.run(client.put(document, data))
+                os.unlink(os.path.join(build, SHARD_NAME))
+            _check_of(trace, document, root)
+        except OSError as error:
+            self.discard(build)
+            if isinstance(error, PublishError):
+                raise
+            raise _publish_error(trace, segment, error, "nothing of") from error
+        with open(os.path.join(build, _CHECKED), "w"):
+            pass
+
+    def publish(self, trace: str, segment: str, build: str, *, durable: bool) -> None:
+        if not os.path.exists(os.path.join(build, _CHECKED)):
+            self.upload(trace, segment, build)
+        data, url = _read(build, METADATA_NAME), os.path.join(segment_path(trace, segment), METADATA_NAME)
+        try:
+            client.run(client.put(url, data))
         except OSError as error:
             # Either the store has it and the answer was lost, or nothing is to be seen of it.
             try:
-                there = self.read(document) == data
+                there = self.read(url) == data
             except OSError as second:
                 there, known = False, isinstance(second, FileNotFoundError)
             else:
@@ -302,40 +326,78 @@ class ObjectStore(Store):
             if not there:
                 with contextlib.suppress(OSError):
                     self.delete(trace, segment)
-                raise PublishError(
-                    f"cannot write to {trace}: {error}; {'nothing of' if known else 'perhaps'} this segment was"
-                    " published; append its samples again once that is mended",
-                    path=trace,
-                    segment=segment,
-                    errno=error.errno,
-                ) from error
-        self.discard(build)
+                raise _publish_error(trace, segment, error, "nothing of" if known else "perhaps") from error
+        try:
+            _check_of(trace, data, client.start(client.get(os.path.join(trace, METADATA_NAME))))
+        except PublishError:
+            with contextlib.suppress(OSError):
+                self.delete(trace, segment)
+            raise
+        except OSError:
+            pass  # a moment ago the trace was there; what is deleted later does not count for this segment
+        _remove_tree(build)
 
     def discard(self, build: str) -> None:
-        shutil.rmtree(build, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            target = _read(build, _UPLOADED).decode()
+            if not client.run(client.exist([os.path.join(target, METADATA_NAME)]))[0]:  # as far as is known
+                client.run(client.delete([os.path.join(target, SHARD_NAME)]))
+        _remove_tree(build)
 
     def delete(self, trace: str, segment: str) -> None:
-        _check_writable(trace)
+        self.check_deletable(trace)
         target = segment_path(trace, segment)
         # The document first: without one there is no segment.
         client.run(client.delete([os.path.join(target, METADATA_NAME)]))
         rest = client.run(client.list(target))
-        client.run(client.delete([os.path.join(target, name) for name, _ in rest]))
+        client.run(client.delete([os.path.join(target, each.name) for each in rest]))
 
     def unfinished(self, trace: str) -> list[str]:
         try:
-            return sorted(segment for segment, names in self._objects(trace).items() if METADATA_NAME not in names)
+            return sorted(segment for segment, found in self.objects(trace).items() if not _is_segment(found))
         except (OSError, TraceError):
             return []
+
+    def check_deletable(self, trace: str) -> None:
+        if _is_web(trace):
+            raise OptionError(f"{trace} cannot be written to: a web server's traces are for reading")
+
+
+def _is_segment(objects: Sequence[Listed]) -> bool:
+    return any(each.name == METADATA_NAME for each in objects)
+
+
+def _read(build: str, name: str) -> bytes:
+    with open(os.path.join(build, name), "rb") as file:
+        return file.read()
+
+
+def _remove_tree(build: str) -> None:
+    shutil.rmtree(build, ignore_errors=True)
+
+
+def _check_of(trace: str, document: bytes, root: Future[Fetched]) -> None:
+    """See that a segment's trace is there still, by its root document that was asked for."""
+    try:
+        found = bytes(root.result().data)
+    except FileNotFoundError:
+        raise deleted_under_writer(trace, replaced=False) from None
+    if not is_of(document, found):
+        raise deleted_under_writer(trace, replaced=True)
+
+
+def _publish_error(trace: str, segment: str, error: OSError, how_much: str) -> PublishError:
+    return PublishError(
+        f"cannot write to {trace}: {error}; {how_much} this segment was published; append its samples again once that"
+        " is mended",
+        path=trace,
+        segment=segment,
+        errno=error.errno,
+    )
 
 
 def _is_web(path: str) -> bool:
     return path.startswith(("http://", "https://"))
-
-
-def _check_writable(trace: str) -> None:
-    if _is_web(trace):
-        raise OptionError(f"{trace} cannot be written to: a web server's traces are for reading")
 
 
 _store = ObjectStore()

@@ -4,12 +4,14 @@ A segment that nothing refers to can be named again at any time: by a prefix tha
 tensor that somebody appends. So who takes a segment away and who publishes one that names its rows each look at what
 the other did, after they did their own part:
 
-- Who takes away renames the segment aside, waits for what is being published, and looks at the whole trace again. What
-  is needed by now is brought back; the rest is dropped, by another rename, and removed.
+- Who takes away sets the segment aside, waits for what is being published, and looks at the whole trace again. What
+  is needed by now is brought back; the rest is dropped, and removed.
 - Who publishes looks, right before and after, whether the segments that it names are there. One that is aside it
-  brings back itself; bringing back and dropping are renames of the same directory, so one of the two happens. If a
-  segment is gone for good, what was published is withdrawn, and written again with the rows in it, where they are at
-  hand.
+  brings back itself; of bringing back and dropping, one happens. If a segment is gone for good, what was published is
+  withdrawn, and written again with the rows in it, where they are at hand.
+
+In a directory, aside is another place, and what happens is a rename; in an object store, it is a mark, and what happens
+is an object that is written only if there is none (:mod:`tracefile.object_reclaim`).
 
 Either the one sees the other's segment, or the other sees that one of its own is gone. Who is killed in between leaves
 a segment aside, where the next to need it, or the next collection, finds it.
@@ -18,10 +20,12 @@ a segment aside, where the next to need it, or the next collection, finds it.
 from __future__ import annotations
 
 import abc
+import errno
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tracefile.errors import OptionError
+from tracefile.errors import OptionError, PublishError, SegmentMissingError
 from tracefile.metadata import SegmentHeader
 from tracefile.moved import Relocations
 from tracefile.store import Store, list_segments, read_segment_headers, store_for
@@ -30,6 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tracefile.metadata import Span, TraceHeader
+
+
+#: How often a trace is listed again, because segments vanished that were listed.
+_LISTINGS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +67,32 @@ class ReclaimingStore(Store):
     #: whether a segment is there to publish one that names it.
     settle_seconds: float = 1.0
 
+    def check_deletable(self, trace: str) -> None:
+        """See that things can be deleted there at all.
+
+        Raises
+        ------
+        OptionError
+        """
+
     def settle(self, trace: str) -> float:
         """``settle_seconds``, or longer where others see late what happens to a trace."""
         return self.settle_seconds
 
     @abc.abstractmethod
-    def set_aside(self, trace: str, segment: str) -> bool:
-        """Make a segment invisible, whole and so that it can be brought back; ``False`` if it is not there."""
+    def set_aside(self, trace: str, segment: str) -> str:
+        """Have who looks at a segment bring it back, or else find it gone. It may be invisible from now on.
+
+        Returns
+        -------
+        str
+            What :meth:`drop` is to be given, or nothing if it is not there.
+
+        Raises
+        ------
+        OptionError
+            The store can't do that.
+        """
 
     @abc.abstractmethod
     def aside(self, trace: str) -> list[str]:
@@ -75,9 +102,20 @@ class ReclaimingStore(Store):
     def bring_back(self, trace: str, segment: str) -> bool:
         """Make a segment visible again if it is aside; whether it is visible now."""
 
+    def bring_back_all(self, trace: str, segments: Iterable[str]) -> dict[str, bool]:
+        """:meth:`bring_back` of several, in this order. Where each takes a round trip: together."""
+        return {segment: self.bring_back(trace, segment) for segment in segments}
+
     @abc.abstractmethod
-    def drop(self, trace: str, segment: str) -> bool:
-        """Remove a segment that is aside; ``False`` if it is not, because somebody brought it back."""
+    def drop(self, trace: str, segment: str, mark: str = "") -> bool:
+        """Remove a segment that is aside; ``False`` if it is not, because somebody brought it back.
+
+        Parameters
+        ----------
+        trace, segment : str
+        mark : str
+            What :meth:`set_aside` returned: if the segment was brought back and set aside by others since, it stays.
+        """
 
     @abc.abstractmethod
     def changed(self, path: str) -> float:
@@ -126,9 +164,10 @@ def reclaiming_store(path: str) -> ReclaimingStore:
     store = store_for(path)
     if not isinstance(store, ReclaimingStore):
         raise OptionError(
-            f"{path}: nothing can be reclaimed from a {type(store).__name__} yet, only from directories; delete old"
-            " traces there with the store's own tools"
+            f"{path}: nothing can be reclaimed from a {type(store).__name__} yet, only from directories and object"
+            " stores; delete old traces there with the store's own tools"
         )
+    store.check_deletable(path)
     return store
 
 
@@ -146,16 +185,43 @@ def lost_segments(path: str, header: TraceHeader, spans: Iterable[Span]) -> set[
     if not isinstance(store, ReclaimingStore):
         return set()
     spans = list(spans)
-    there = {segment: store.bring_back(path, segment) for segment in {span.segment for span in spans}}
+    there = store.bring_back_all(path, {span.segment for span in spans})
     if all(there.values()):
         return set()
     # Rows that compaction moved are read where they are now.
-    found = read_segment_headers(path, header, list_segments(path)).values()
+    for _ in range(_LISTINGS):
+        found = list(read_segment_headers(path, header, list_segments(path)).values())
+        if not any(isinstance(each, SegmentMissingError) for each in found):
+            break  # else one was replaced since it was listed, and who replaced it is listed now
     relocations = Relocations.of(each for each in found if isinstance(each, SegmentHeader))
     lost = set()
     for span in spans:
         if not there[span.segment]:
             now = {piece.segment for piece in relocations.resolve(span)}
-            if not all(segment != span.segment and store.bring_back(path, segment) for segment in now):
+            if span.segment in now or not all(store.bring_back_all(path, now).values()):
                 lost.add(span.segment)
     return lost
+
+
+def uuid_in(root: bytes) -> object:
+    """The uuid that a root document gives; ``None`` if it is damaged, which is for readers to say."""
+    try:
+        return json.loads(root)["attributes"]["tracefile"]["uuid"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def is_of(document: bytes, root: bytes) -> bool:
+    """Whether a segment belongs to the trace with this root document, as far as that can be told."""
+    uuid = uuid_in(root)
+    return uuid is None or f'"trace":"{uuid}"'.encode() in document
+
+
+def deleted_under_writer(trace: str, *, replaced: bool) -> PublishError:
+    """What a writer is told of a trace that was deleted, and of which another may be in its place."""
+    why = "was deleted, and another was made in its place," if replaced else "was deleted"
+    return PublishError(
+        f"{trace} {why} under this writer; nothing of this segment was published. Open another writer to go on",
+        path=trace,
+        errno=errno.ENOENT,
+    )

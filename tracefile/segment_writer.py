@@ -202,6 +202,7 @@ class SegmentWriter:
             # What a store wants held of a segment is held from its publication on, and of others from before it.
             if self._quota is not None:
                 self._quota.admit(shard.nbytes)
+            store.upload(path, segment, build)  # so that little time passes between looking and publishing
             self._check_rows(entries, segment)
             handles = {name: store.handle(path, name) for name in _named(entries.values()) - {segment}}
             handles[segment] = published = store.publish(path, segment, build, durable=self._durable)

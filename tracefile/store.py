@@ -98,6 +98,16 @@ class Store(abc.ABC):
     def size(self, path: str) -> int:
         """The bytes of a file."""
 
+    def sizes(self, paths: Sequence[str]) -> list[int | OSError]:
+        """The bytes of several files, or what kept each from being known. Where each takes a round trip: together."""
+        found: list[int | OSError] = []
+        for path in paths:
+            try:
+                found.append(self.size(path))
+            except OSError as error:
+                found.append(error)
+        return found
+
     @abc.abstractmethod
     def open_source(self, path: str, *, kind: SourceKind, size: int, segment: str) -> Source:
         """Open a shard file of ``size`` bytes for reading.
@@ -129,6 +139,14 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def begin(self, trace: str, segment: str) -> str:
         """A new local directory to build a segment in; to be handed to :meth:`publish` or :meth:`discard`."""
+
+    def upload(self, trace: str, segment: str, build: str) -> None:  # noqa: B027 - most stores have nothing to do
+        """What takes long of :meth:`publish`, ahead of it; :meth:`discard` takes it back. Optional.
+
+        Raises
+        ------
+        PublishError
+        """
 
     @abc.abstractmethod
     def publish(self, trace: str, segment: str, build: str, *, durable: bool) -> Handle | None:
@@ -162,6 +180,11 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def delete(self, trace: str, segment: str) -> None:
         """Make a segment invisible at once, and remove its files. Fine if it is gone already."""
+
+    def delete_all(self, trace: str, segments: Sequence[str]) -> None:
+        """Delete several segments, in this order as far as others can see."""
+        for segment in segments:
+            self.delete(trace, segment)
 
     def unfinished(self, trace: str) -> list[str]:
         """What is being built for a trace, or was left by killed writers, as far as this process can see."""

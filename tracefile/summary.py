@@ -21,7 +21,7 @@ from tracefile.survey import absence, count_rows
 from tracefile.validate import CaptureFinding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from tracefile.metadata import SampleEntry, SegmentHeader
     from tracefile.survey import Range, Survey
@@ -205,11 +205,10 @@ def summarize(survey: Survey) -> TraceFacts:
     damaged.update((segment, absence(survey, segment)) for segment in survey.absent())
     vanished = list(survey.vanished)
     stored = documents = 0
-    for segment, header in survey.segments.items():
-        directory = segment_path(survey.path, segment)
+    for (segment, header), (document, shard) in zip(survey.segments.items(), _file_sizes(survey), strict=True):
         try:
-            documents += store_for(survey.path).size(os.path.join(directory, METADATA_NAME))
-            stored += _shard_size(directory, header)
+            documents += _size(document)
+            stored += _shard_size(survey, header, shard)
         except (DamagedTraceError, OSError) as error:
             if survey.is_gone(segment):
                 vanished.append(segment)
@@ -245,15 +244,30 @@ def summarize(survey: Survey) -> TraceFacts:
     )
 
 
-def _shard_size(directory: str, header: SegmentHeader) -> int:
-    if not header.rows:
-        return 0
-    path = os.path.join(directory, SHARD_NAME)
+def _file_sizes(survey: Survey) -> Iterator[tuple[int | OSError, int | OSError]]:
+    """Of each segment: the bytes of its document and of its shard file, or why they are not known."""
+    paths = []
+    for segment, header in survey.segments.items():
+        directory = segment_path(survey.path, segment)
+        paths += [os.path.join(directory, METADATA_NAME)] + [os.path.join(directory, SHARD_NAME)] * bool(header.rows)
+    found = iter(store_for(survey.path).sizes(paths))
+    for header in survey.segments.values():
+        yield next(found), next(found) if header.rows else 0
+
+
+def _size(found: int | OSError) -> int:
+    if isinstance(found, OSError):
+        raise found
+    return found
+
+
+def _shard_size(survey: Survey, header: SegmentHeader, found: int | OSError) -> int:
+    path = os.path.join(segment_path(survey.path, header.id), SHARD_NAME)
     try:
-        size = store_for(path).size(path)
+        size = _size(found)
     except FileNotFoundError:
         raise SegmentMissingError(f"{path} is gone; restore it", path=path, segment=header.id) from None
-    if size != header.shard_bytes:
+    if header.rows and size != header.shard_bytes:
         raise ShardDamagedError(
             f"{path} has {size} bytes, and was published with {header.shard_bytes}; restore it",
             path=path,

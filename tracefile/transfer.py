@@ -6,15 +6,11 @@ left alone: a copy that was stopped goes on, and a second one brings what was co
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
-from collections import deque
 from dataclasses import asdict, dataclass, field
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from tracefile.errors import (
-    ChunkDamagedError,
     DamagedTraceError,
     OptionError,
     PublishError,
@@ -28,13 +24,12 @@ from tracefile.errors import (
 from tracefile.format import METADATA_NAME, SEGMENTS_NAME, SHARD_NAME, new_segment_id, segment_path
 from tracefile.local_store import write_file
 from tracefile.segments import OpenSegment
-from tracefile.source import MERGED_READ_BYTES
+from tracefile.shard_copy import copy_shard
 from tracefile.store import absolute_path, list_segments, publish_error, read_trace_header, store_for
 from tracefile.survey import Range, take_survey, union
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
     from tracefile.metadata import SegmentHeader
     from tracefile.survey import Survey
@@ -313,8 +308,14 @@ class _Copy:
         """Read a shard file, verify it, and write it, if it can be read at all; whether it is sound."""
         try:
             opened = OpenSegment(self.source, self.header, header.id, "pread")
-            with _Sink(to, self.target, self.durable) as sink:
-                damaged = list(self._transfer(opened, sink))
+            damaged = copy_shard(
+                opened,
+                to,
+                trace=self.target,
+                verify=self.verify,
+                durable=self.durable,
+                on_read=self._progressed,
+            )
         except (StoreError, PublishError):
             raise
         except (DamagedTraceError, OSError) as error:
@@ -326,80 +327,15 @@ class _Copy:
             return False
         if damaged:
             size = header.geometry.rows_per_chunk
-            rows = [
-                (number % opened.row_chunks * size, (number % opened.row_chunks + 1) * size) for number, _ in damaged
-            ]
-            self._damage(survey, header.id, [message for _, message in damaged], rows)
+            chunks = [each.number % opened.row_chunks for each in damaged]
+            rows = [(chunk * size, (chunk + 1) * size) for chunk in chunks]
+            self._damage(survey, header.id, [each.message for each in damaged], rows)
         return not damaged
-
-    def _transfer(self, opened: OpenSegment, sink: _Sink) -> Iterator[tuple[int, str]]:
-        """Write a shard file, and tell which chunks are damaged. Holds a few MiB of it."""
-        source, index, decoder = opened.source, opened.index, opened.decoder
-        assert source is not None
-        places = zip(index.offsets, index.lengths, itertools.count(), strict=False)
-        chunks = deque(sorted(place for place in places if place[1]) if self.verify else ())
-        if self.verify:
-            for number, length in enumerate(index.lengths):
-                if not length:
-                    yield number, decoder.missing(*decoder.position(number)).message
-        held, begin, position = b"", 0, 0  # what chunks that are not checked yet begin in
-        while position < source.size:
-            block = source.read(position, min(MERGED_READ_BYTES, source.size - position))
-            sink.write(block)
-            position += len(block)
-            self._progressed(len(block))
-            held += block
-            while chunks and chunks[0][0] + chunks[0][1] <= position:
-                offset, length, number = chunks.popleft()
-                inside = memoryview(held)[offset - begin : offset - begin + length] if offset >= begin else None
-                try:
-                    decoder.check(number, source.read(offset, length) if inside is None else inside)
-                except ChunkDamagedError as error:
-                    yield number, error.message
-            keep = min(chunks[0][0], position) if chunks else position
-            held, begin = held[max(0, keep - begin) :], max(begin, keep)
 
     def _progressed(self, nbytes: int) -> None:
         self.done += nbytes
         if self.on_progress is not None:
             self.on_progress(min(self.done, self.total), self.total)
-
-
-class _Sink:
-    """A new file, or none; what refuses to take bytes is not what they come from."""
-
-    def __init__(self, path: str | None, trace: str, durable: bool) -> None:
-        self._path = path
-        self._trace = trace
-        self._durable = durable
-        self._file: IO[bytes] | None = None
-
-    def write(self, data: memoryview) -> None:
-        if self._file is not None:
-            with self._refusals():
-                self._file.write(data)
-
-    @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise publish_error(self._trace, error) from error
-
-    def __enter__(self) -> _Sink:
-        if self._path is not None:
-            with self._refusals():
-                self._file = open(self._path, "xb")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            with self._refusals(), self._file as file:
-                if self._durable and kind is None:
-                    file.flush()
-                    os.fsync(file.fileno())
 
 
 def _in_order(survey: Survey) -> list[SegmentHeader]:

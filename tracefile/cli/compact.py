@@ -19,7 +19,7 @@ from tracefile.compact import compact_trace
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tracefile.compact import CompactReport
+    from tracefile.compact_plan import CompactReport
 
 EPILOG = "Exit codes: 0 done, 1 damaged segments were left as they are, 2 wrong usage, or the store refused."
 
@@ -48,11 +48,16 @@ def compact(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Delete what was replaced so long after that is visible; default 1, and 60 on network file systems.",
+            help="Delete what was replaced so long after that is visible (default 1, and 60 on network file systems);"
+            " where rows were dropped, set it aside then, and delete it as long after.",
         ),
     ] = None,
     drop_unreachable: Annotated[
-        bool, typer.Option("--drop-unreachable", help="Leave out rows that no newest revision has.")
+        bool,
+        typer.Option(
+            "--drop-unreachable",
+            help="Leave out rows that no newest revision has; in directories, and object stores with conditional put.",
+        ),
     ] = False,
     durable: Annotated[bool, typer.Option(help="Flush to the disk before anything is deleted.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
@@ -133,7 +138,9 @@ def _show(
     table.add_row("opening", *("-" if each is None else f"{each * 1e3:,.0f} ms" for each in (before, after)))
     console.print(table)
     if report.changed:
-        console.print(f"{count(len(report.changed), 'segment')} left for another run: others changed them meanwhile")
+        console.print(
+            f"{count(len(report.changed), 'segment')} left for another run: others changed or needed them meanwhile"
+        )
     for segment, why in report.refused.items():
         console.print(Text().append("left as found  ", "bold red").append(segment), soft_wrap=True)
         indented(console, Text(printable(why)))

@@ -55,7 +55,7 @@ def parse_seconds(text: str) -> float:
 
 
 def gc(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Traces, and directories of traces.")],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Traces, and directories or prefixes of traces.")],
     keep_steps: Annotated[
         int | None,
         typer.Option("--keep-steps", metavar="N", min=0, help="Keep the newest N traces, delete the others."),
@@ -152,9 +152,9 @@ def _show(console: Console, result: GcResult, dry_run: bool, seconds: float) -> 
         table = Table(box=None, pad_edge=False, header_style="bold")
         for heading in ("trace", "would delete" if dry_run else "deleted", "of", "would free" if dry_run else "freed"):
             table.add_column(heading, justify="left" if heading == "trace" or "delete" in heading else "right")
-        directory = os.path.dirname(os.path.commonpath([trace.path for trace in changed] * 2))
+        directories = {os.path.dirname(trace.path) for trace in changed}
         for trace in changed:
-            name = os.path.relpath(trace.path, directory)
+            name = os.path.basename(trace.path) if len(directories) == 1 else trace.path
             table.add_row(printable(name), _what(trace), size(trace.total_bytes), size(trace.freed_bytes))
         console.print(table)
     for trace in result.traces:
