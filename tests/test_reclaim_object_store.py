@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from support import fork, ids_of, in_fork, join
+from collecting import DAY, NAMING, check_samples, collect_later, collect_now, segment_of, small_ids, small_writer
+from support import fork, in_fork, join
 from typer.testing import CliRunner
 
 import tracefile
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
     from object_server import S3Bucket
 
-SMALL = {"num_layers": 4, "top_k": 2, "num_experts": 64}
-DAY = 86_400.0
 
 store = ObjectStore()
 
@@ -49,39 +48,6 @@ store = ObjectStore()
 @pytest.fixture
 def url(bucket: S3Bucket) -> str:
     return f"{bucket.url}/run/step_1.trace"
-
-
-def _writer(path: str, **options: Any) -> tracefile.TraceWriter:
-    return tracefile.TraceWriter(path, **(SMALL | {"rows_per_chunk": 32} | options))
-
-
-def _ids(name: str, rows: int = 40) -> np.ndarray[Any, Any]:
-    return ids_of(name, rows, **SMALL)
-
-
-def _gc(path: str, **options: Any) -> GcResult:
-    """Reclaim at once."""
-    return collect(path, **({"grace": 0, "settle": 0} | options))
-
-
-def _check(path: str, samples: dict[str, Any]) -> None:
-    """A fresh reader finds exactly these samples, and nothing is damaged."""
-    with tracefile.open(path) as trace:
-        assert set(trace) == set(samples)
-        for sample, ids in samples.items():
-            np.testing.assert_array_equal(trace[sample].numpy(), ids, err_msg=sample)
-    assert list(verify_trace(path)) == []
-
-
-def _segment_of(experts: tracefile.LazyRoutedExperts) -> str:
-    (segment,) = experts.selection.rows.segments()
-    return segment.id
-
-
-def _later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """For ``collect``, it is later."""
-    now = time.time
-    monkeypatch.setattr("tracefile.collect.time.time", lambda: now() + seconds)
 
 
 # The protocol: any two operations, the first held, or killed, after each of its requests
@@ -254,42 +220,42 @@ def test_set_aside_again(memory: str) -> None:
 
 def _history(path: str) -> dict[str, Any]:
     """A trace with something of everything; what its samples hold."""
-    prompt = _ids("prompt", 300)
-    with _writer(path) as writer:
+    prompt = small_ids("prompt", 300)
+    with small_writer(path) as writer:
         for name in ("a", "b"):
-            writer.append(name, np.concatenate([prompt, _ids(name, 9)]))
-        writer.append_many([("m", _ids("m")), ("n", _ids("n"))])
-        writer.append("m", _ids("m2"))
-        writer.append("d", _ids("d"))
-        writer.append("turns", _ids("turn 1"))
-        writer.append("turns", _ids("turn 2"), start=20)
-        writer.append("n", _ids("n2"))
+            writer.append(name, np.concatenate([prompt, small_ids(name, 9)]))
+        writer.append_many([("m", small_ids("m")), ("n", small_ids("n"))])
+        writer.append("m", small_ids("m2"))
+        writer.append("d", small_ids("d"))
+        writer.append("turns", small_ids("turn 1"))
+        writer.append("turns", small_ids("turn 2"), start=20)
+        writer.append("n", small_ids("n2"))
     tracefile.open(path).delete_samples(["a", "d"])
     return {
-        "b": np.concatenate([prompt, _ids("b", 9)]),
-        "m": _ids("m2"),
-        "n": _ids("n2"),
-        "turns": np.concatenate([_ids("turn 1")[:20], _ids("turn 2")]),
+        "b": np.concatenate([prompt, small_ids("b", 9)]),
+        "m": small_ids("m2"),
+        "n": small_ids("n2"),
+        "turns": np.concatenate([small_ids("turn 1")[:20], small_ids("turn 2")]),
     }
 
 
 def test_dead_live_referenced_and_superseded(bucket: S3Bucket, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _history(url)
     before = list_segments(url)
-    assert _gc(url, grace=600).freed_bytes == 0
-    (found,) = _gc(url, dry_run=True).traces
+    assert collect_now(url, grace=600).freed_bytes == 0
+    (found,) = collect_now(url, dry_run=True).traces
     assert list_segments(url) == before
-    (done,) = _gc(url).traces
+    (done,) = collect_now(url).traces
     assert (done.segments, done.freed_bytes) == (found.segments, found.freed_bytes)
     assert done.freed_bytes > 0
     assert len(done.segments) == 2, "the older ones of m and n, and d; the first has the prompt"
     assert set(list_segments(url)) == set(before) - set(done.segments)
     assert [name for name in bucket.objects.names() if ".staging" in name] == []
     assert [name for name in bucket.objects.names() for segment in done.segments if segment in name] == []
-    _check(url, expected)
-    _later(monkeypatch, DAY + 60)
-    _gc(url)
-    _check(url, expected)
+    check_samples(url, expected)
+    collect_later(monkeypatch, DAY + 60)
+    collect_now(url)
+    check_samples(url, expected)
     result = CliRunner().invoke(app, ["gc", url, "--json"])
     assert (result.exit_code, json.loads(result.stdout)["freed_bytes"]) == (0, 0)
 
@@ -301,7 +267,7 @@ def test_two_collections_at_once(memory: str, monkeypatch: pytest.MonkeyPatch) -
 
     def settle(self: ObjectStore, trace: str) -> float:
         monkeypatch.undo()
-        inner.append(_gc(url))
+        inner.append(collect_now(url))
         return 0.0
 
     with monkeypatch.context():
@@ -309,7 +275,7 @@ def test_two_collections_at_once(memory: str, monkeypatch: pytest.MonkeyPatch) -
         outer = collect(url, grace=0)
     removed = [trace.segments for result in (*inner, outer) for trace in result.traces]
     assert [len(each) for each in removed] == [2, 0]
-    _check(url, expected)
+    check_samples(url, expected)
 
 
 def test_how_long_it_waits(url: str) -> None:
@@ -325,7 +291,7 @@ def test_a_store_without_conditional_put(bucket: S3Bucket, url: str, monkeypatch
     object_reclaim._conditional.clear()
     tracefile.configure(object_store_options={"config": {"aws_conditional_put": "disabled"}})
     with pytest.raises(tracefile.OptionError, match="conditional put"):
-        _gc(url)
+        collect_now(url)
     tracefile.configure(object_store_options={})
 
     async def overwrite(url: str, data: bytes) -> bool:
@@ -335,14 +301,14 @@ def test_a_store_without_conditional_put(bucket: S3Bucket, url: str, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(client, "put_new", overwrite)
         with pytest.raises(tracefile.OptionError, match="conditional put"):
-            _gc(url)
+            collect_now(url)
     assert bucket.objects.names() == before
-    assert _gc(url).freed_bytes > 0
+    assert collect_now(url).freed_bytes > 0
 
 
 def test_what_killed_writers_left(bucket: S3Bucket, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _writer(url) as writer:
-        writer.append("a", _ids("a"))
+    with small_writer(url) as writer:
+        writer.append("a", small_ids("a"))
 
         def killed() -> None:
             real = ObjectStore.upload
@@ -352,7 +318,7 @@ def test_what_killed_writers_left(bucket: S3Bucket, url: str, monkeypatch: pytes
                 os.kill(os.getpid(), signal.SIGKILL)
 
             monkeypatch.setattr(ObjectStore, "upload", upload)
-            writer.append("b", _ids("b"))
+            writer.append("b", small_ids("b"))
 
         assert join(fork(killed)) == [-signal.SIGKILL]
     (left,) = store.leftovers(url)
@@ -360,23 +326,23 @@ def test_what_killed_writers_left(bucket: S3Bucket, url: str, monkeypatch: pytes
     assert not left.finished
     assert abs(left.changed - time.time()) < 60
     assert [left.name] == store.unfinished(url)
-    assert _gc(url).traces[0].leftovers == [], "its writer may be alive"
-    _later(monkeypatch, DAY + 60)
-    assert _gc(url, dry_run=True).traces[0].leftovers == [left.name]
-    done = _gc(url).traces[0]
+    assert collect_now(url).traces[0].leftovers == [], "its writer may be alive"
+    collect_later(monkeypatch, DAY + 60)
+    assert collect_now(url, dry_run=True).traces[0].leftovers == [left.name]
+    done = collect_now(url).traces[0]
     assert (done.leftovers, done.freed_bytes) == ([left.name], left.nbytes)
     assert store.leftovers(url) == []
-    _check(url, {"a": _ids("a")})
+    check_samples(url, {"a": small_ids("a")})
 
 
 def test_a_segment_that_is_not_published_is_taken_back(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its shard is uploaded before the last look at what it names."""
-    with _writer(url) as writer:
-        handle = writer.append("a", _ids("a"))
+    with small_writer(url) as writer:
+        handle = writer.append("a", small_ids("a"))
         handle[:1].numpy()
-        store.delete(url, _segment_of(handle))
+        store.delete(url, segment_of(handle))
         with pytest.raises(tracefile.SegmentMissingError):
-            writer.append("b", torch.cat([handle, torch.from_numpy(_ids("b"))]))
+            writer.append("b", torch.cat([handle, torch.from_numpy(small_ids("b"))]))
     assert store.leftovers(url) == []
 
 
@@ -385,9 +351,9 @@ def test_a_segment_that_is_not_published_is_taken_back(url: str, monkeypatch: py
 
 def test_readers_of_what_is_reclaimed(url: str) -> None:
     """In other processes: what was fetched is used, what was not is a clear error; never other rows."""
-    with _writer(url) as writer:
-        writer.append("a", _ids("a", 5000))
-        writer.append("b", _ids("b", 5000))
+    with small_writer(url) as writer:
+        writer.append("a", small_ids("a", 5000))
+        writer.append("b", small_ids("b", 5000))
     ready, done = os.pipe(), os.pipe()
 
     def read(opened: bool) -> None:
@@ -399,12 +365,12 @@ def test_readers_of_what_is_reclaimed(url: str) -> None:
         os.read(done[0], 1)
         for part in (handle[:3], handle):
             try:
-                np.testing.assert_array_equal(part.numpy(), _ids("a", 5000)[: len(part)])
+                np.testing.assert_array_equal(part.numpy(), small_ids("a", 5000)[: len(part)])
                 assert opened
                 assert len(part) == 3, "the rest is gone"
             except tracefile.SegmentMissingError:
                 pass
-        np.testing.assert_array_equal(trace["b"].numpy(), _ids("b", 5000))
+        np.testing.assert_array_equal(trace["b"].numpy(), small_ids("b", 5000))
         trace.refresh()
         assert list(trace) == ["b"]
 
@@ -412,7 +378,7 @@ def test_readers_of_what_is_reclaimed(url: str) -> None:
     for _ in readers:
         os.read(ready[0], 1)
     tracefile.open(url).delete_samples("a")
-    assert len(_gc(url).traces[0].segments) == 1
+    assert len(collect_now(url).traces[0].segments) == 1
     os.write(done[1], b"gg")
     assert join(*readers) == [0, 0]
 
@@ -423,17 +389,17 @@ def test_who_opens_a_trace_while_segments_go(memory: str, stepped: None) -> None
     expected = _history(url)
     for at in range(1, 6):
         requests = _Requests(at, False)
-        with _writer(url) as writer:
-            writer.append("x", _ids(f"x{at}"))
-            writer.append("x", _ids("x"))
+        with small_writer(url) as writer:
+            writer.append("x", small_ids(f"x{at}"))
+            writer.append("x", small_ids("x"))
         with ThreadPoolExecutor(1) as thread:
             begun = thread.submit(requests.run, lambda: dict(tracefile.open(url)))
             assert requests.met.wait(30)
-            assert _gc(url).freed_bytes > 0
+            assert collect_now(url).freed_bytes > 0
             requests.go_on.set_result(None)
             found = begun.result(30)
         assert set(found) == {*expected, "x"}
-        for sample, ids in (expected | {"x": _ids("x")}).items():
+        for sample, ids in (expected | {"x": small_ids("x")}).items():
             np.testing.assert_array_equal(found[sample].numpy(), ids)
 
 
@@ -442,53 +408,47 @@ def test_who_opens_a_trace_while_segments_go(memory: str, stepped: None) -> None
 
 def _share(path: str) -> tuple[tracefile.TraceWriter, tracefile.LazyRoutedExperts, np.ndarray[Any, Any]]:
     """A writer that knows a prefix which no sample has any more, and a handle of it."""
-    writer = _writer(path)
-    prompt = _ids("prompt", 300)
+    writer = small_writer(path)
+    prompt = small_ids("prompt", 300)
     handle = writer.append("a", prompt)
     handle.numpy()  # open, so that reading it tells nothing
-    writer.append("stays", _ids("stays"))
+    writer.append("stays", small_ids("stays"))
     tracefile.open(path).delete_samples("a")
     return writer, handle, prompt
 
 
-_NAMING: dict[str, Callable[[tracefile.TraceWriter, Any, Any], Any]] = {
-    "prefix": lambda writer, handle, prompt: writer.append("new", np.concatenate([prompt, _ids("end", 9)])),
-    "lazy": lambda writer, handle, prompt: writer.append("new", torch.cat([handle, torch.from_numpy(_ids("end", 9))])),
-}
-
-
-@pytest.mark.parametrize("naming", _NAMING)
+@pytest.mark.parametrize("naming", NAMING)
 def test_a_writer_names_what_is_aside(memory: str, naming: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"{memory}/run/step_1.trace"
     writer, handle, prompt = _share(url)
-    expected = np.concatenate([prompt, _ids("end", 9)])
+    expected = np.concatenate([prompt, small_ids("end", 9)])
 
     def settle(self: ObjectStore, trace: str) -> float:
-        assert self.aside(url) == [_segment_of(handle)]
-        np.testing.assert_array_equal(_NAMING[naming](writer, handle, prompt).numpy(), expected)
+        assert self.aside(url) == [segment_of(handle)]
+        np.testing.assert_array_equal(NAMING[naming](writer, handle, prompt).numpy(), expected)
         assert self.aside(url) == []
         return 0.0
 
     monkeypatch.setattr(ObjectStore, "settle", settle)
     (done,) = collect(url, grace=0).traces
-    assert (done.segments, done.brought_back) == ([], [_segment_of(handle)])
-    _check(url, {"new": expected, "stays": _ids("stays")})
+    assert (done.segments, done.brought_back) == ([], [segment_of(handle)])
+    check_samples(url, {"new": expected, "stays": small_ids("stays")})
     writer.close()
 
 
-@pytest.mark.parametrize("naming", _NAMING)
+@pytest.mark.parametrize("naming", NAMING)
 @pytest.mark.parametrize("moment", ["before it looks", "before it publishes", "before it looks again"])
 def test_a_writer_finds_that_what_it_names_is_gone(memory: str, naming: str, moment: str, monkeypatch: Any) -> None:
     """It writes the rows again where it has them, and raises where it does not; nothing broken stays visible."""
     url = f"{memory}/run/step_1.trace"
     writer, handle, prompt = _share(url)
-    expected = np.concatenate([prompt, _ids("end", 9)])
+    expected = np.concatenate([prompt, small_ids("end", 9)])
     real_check, real_publish = SegmentWriter._check_rows, ObjectStore.publish
     looks = 0
 
     def remove() -> None:
-        mark = store.set_aside(url, _segment_of(handle))
-        assert not mark or store.drop(url, _segment_of(handle), mark)
+        mark = store.set_aside(url, segment_of(handle))
+        assert not mark or store.drop(url, segment_of(handle), mark)
 
     def check(self: Any, *arguments: Any) -> None:
         nonlocal looks
@@ -505,13 +465,13 @@ def test_a_writer_finds_that_what_it_names_is_gone(memory: str, naming: str, mom
     monkeypatch.setattr(SegmentWriter, "_check_rows", check)
     monkeypatch.setattr(ObjectStore, "publish", publish)
     if naming == "prefix":
-        np.testing.assert_array_equal(_NAMING[naming](writer, handle, prompt).numpy(), expected)
-        _check(url, {"new": expected, "stays": _ids("stays")})
+        np.testing.assert_array_equal(NAMING[naming](writer, handle, prompt).numpy(), expected)
+        check_samples(url, {"new": expected, "stays": small_ids("stays")})
     else:
         with pytest.raises(tracefile.SegmentMissingError, match="Nothing was published") as caught:
-            _NAMING[naming](writer, handle, prompt)
-        assert caught.value.segment == _segment_of(handle)
-        _check(url, {"stays": _ids("stays")})
+            NAMING[naming](writer, handle, prompt)
+        assert caught.value.segment == segment_of(handle)
+        check_samples(url, {"stays": small_ids("stays")})
     writer.close()
     assert store.leftovers(url) == []
 
@@ -544,9 +504,9 @@ def _copied(original: str, path: str) -> None:
 
 def _continue(path: str) -> dict[str, Any]:
     """What a writer that names rows adds."""
-    with _writer(path) as writer:
-        writer.append("m", torch.cat([tracefile.open(path)["m"], torch.from_numpy(_ids("more", 3))]))
-    return {"m": np.concatenate([_ids("m2"), _ids("more", 3)])}
+    with small_writer(path) as writer:
+        writer.append("m", torch.cat([tracefile.open(path)["m"], torch.from_numpy(small_ids("more", 3))]))
+    return {"m": np.concatenate([small_ids("m2"), small_ids("more", 3)])}
 
 
 def _collect_after_a_kill(path: str, expected: dict[str, Any], go_on: bool) -> int:
@@ -554,9 +514,9 @@ def _collect_after_a_kill(path: str, expected: dict[str, Any], go_on: bool) -> i
     left = len(store.aside(path))
     if go_on:
         expected = expected | _continue(path)
-    _check(path, expected)
-    _gc(path)
-    _check(path, expected)
+    check_samples(path, expected)
+    collect_now(path)
+    check_samples(path, expected)
     assert len(list_segments(path)) == 7 + go_on
     assert store.aside(path) == []
     assert [each for each in store.leftovers(path) if each.nbytes] == []
@@ -571,7 +531,7 @@ def test_a_collection_killed_at_its_requests(memory: str, monkeypatch: pytest.Mo
         copy = f"{memory}/run/copy-{at}.trace"
         _copied(url, copy)
         with monkeypatch.context() as patched:
-            died = _die_at(at, patched, lambda copy=copy: _gc(copy))  # type: ignore[misc]
+            died = _die_at(at, patched, lambda copy=copy: collect_now(copy))  # type: ignore[misc]
         seen.add(_collect_after_a_kill(copy, expected, at % 3 == 0))
         if not died:
             break
@@ -600,7 +560,7 @@ def _die_at(at: int, patched: pytest.MonkeyPatch, work: Callable[[], Any]) -> bo
 def test_a_killed_collection(url: str, at: int) -> None:
     """By a signal, over the network."""
     expected = _history(url)
-    assert _dying(at, lambda: _gc(url)) == -signal.SIGKILL
+    assert _dying(at, lambda: collect_now(url)) == -signal.SIGKILL
     _collect_after_a_kill(url, expected, go_on=True)
 
 
@@ -610,18 +570,18 @@ def test_a_killed_collection(url: str, at: int) -> None:
 def _work(path: str, who: int, seconds: float, log: str) -> None:
     """A writer that appends, shares, continues, deletes and reuses; what holds afterwards goes to ``log``."""
     rng = random.Random(who)
-    prompt = _ids(f"prompt {who}", 200)
+    prompt = small_ids(f"prompt {who}", 200)
     mine: dict[str, Any] = {}
     handles: list[tuple[Any, Any]] = []
     trace = tracefile.open(path)
     end = time.monotonic() + seconds
-    with _writer(path) as writer:
+    with small_writer(path) as writer:
         step = 0
         while time.monotonic() < end:
             step += 1
             name = f"{who}/{rng.randrange(5)}"
             act = rng.choice(["append", "share", "share", "delete", "lazy"])
-            new = _ids(f"{who} {step}", rng.randrange(1, 60))
+            new = small_ids(f"{who} {step}", rng.randrange(1, 60))
             try:
                 if act == "append":
                     handle, ids = writer.append(name, new), new
@@ -648,7 +608,7 @@ def _work(path: str, who: int, seconds: float, log: str) -> None:
 
 
 def test_writers_and_collections_race(url: str, tmp_path: Any) -> None:
-    _writer(url).close()
+    small_writer(url).close()
     seconds, writers = 3.0, 2
     logs = [str(tmp_path / f"log{who}") for who in range(writers)]
     pids = [
@@ -658,7 +618,7 @@ def test_writers_and_collections_race(url: str, tmp_path: Any) -> None:
     end = time.monotonic() + seconds
     removed = 0
     while time.monotonic() < end:
-        (done,) = _gc(url).traces
+        (done,) = collect_now(url).traces
         removed += len(done.segments)
     assert join(*pids) == [0] * writers
     expected: dict[str, Any] = {}
@@ -668,9 +628,9 @@ def test_writers_and_collections_race(url: str, tmp_path: Any) -> None:
         assert steps > 3
         expected |= mine
     assert removed > 2
-    _check(url, expected)
-    _gc(url)
-    _check(url, expected)
+    check_samples(url, expected)
+    collect_now(url)
+    check_samples(url, expected)
     assert store.aside(url) == []
 
 
@@ -680,8 +640,8 @@ def test_writers_and_collections_race(url: str, tmp_path: Any) -> None:
 def _traces(directory: str, names: list[str]) -> list[str]:
     paths = [f"{directory}/{name}" for name in names]
     for path in paths:
-        with _writer(path) as writer:
-            writer.append("a", _ids(path))
+        with small_writer(path) as writer:
+            writer.append("a", small_ids(path))
     return paths
 
 
@@ -705,7 +665,7 @@ def test_the_newest_steps_are_kept(bucket: S3Bucket, monkeypatch: pytest.MonkeyP
         ("step_9.trace", "keep-steps"), ("step_10.trace", None), ("step_11.trace", None)
     ]  # fmt: skip
     assert bucket.objects.names() == [name for name in before if "step_9.trace" not in name]
-    _later(monkeypatch, 3600)
+    collect_later(monkeypatch, 3600)
     assert {trace.deleted_by for trace in collect(directory, older_than=1800).traces} == {"older-than"}
     assert _below(bucket, directory) == {"step_1.notes", "list.txt"}
     with pytest.raises(tracefile.TraceNotFoundError):
@@ -713,16 +673,16 @@ def test_the_newest_steps_are_kept(bucket: S3Bucket, monkeypatch: pytest.MonkeyP
 
 
 def test_a_trace_that_is_deleted_under_its_writer(bucket: S3Bucket, url: str) -> None:
-    with _writer(url) as writer:
-        opened = writer.append("a", _ids("a"))
+    with small_writer(url) as writer:
+        opened = writer.append("a", small_ids("a"))
         opened.numpy()
         reader = tracefile.open(url)
         store.delete_trace(url)
         assert bucket.objects.names() == []
         for act in (
-            lambda: writer.append("c", _ids("c")),
-            lambda: writer.append_many([("c", _ids("c"))]),
-            lambda: writer.append("a", _ids("c"), start=20),
+            lambda: writer.append("c", small_ids("c")),
+            lambda: writer.append_many([("c", small_ids("c"))]),
+            lambda: writer.append("a", small_ids("c"), start=20),
         ):
             with pytest.raises((tracefile.PublishError, tracefile.TraceNotFoundError), match=r"deleted|no trace"):
                 act()
@@ -732,11 +692,11 @@ def test_a_trace_that_is_deleted_under_its_writer(bucket: S3Bucket, url: str) ->
                 look()
         with pytest.raises(FileNotFoundError):
             store.delete_trace(url)
-        with _writer(url) as other:
-            other.append("x", _ids("x"))
+        with small_writer(url) as other:
+            other.append("x", small_ids("x"))
             with pytest.raises(tracefile.PublishError, match="another was made in its place"):
-                writer.append("c", _ids("c"))
-        _check(url, {"x": _ids("x")})
+                writer.append("c", small_ids("c"))
+        check_samples(url, {"x": small_ids("x")})
         assert store.leftovers(url) == []
 
 
@@ -750,16 +710,16 @@ def test_a_trace_that_is_deleted_between_a_writers_looks(
         monkeypatch.setattr(SegmentWriter, "_check_rows", real)
         store.delete_trace(url)
         if replaced:
-            with _writer(url) as other:
-                other.append("x", _ids("x"))
+            with small_writer(url) as other:
+                other.append("x", small_ids("x"))
 
-    with _writer(url) as writer:
-        writer.append("a", _ids("a"))
+    with small_writer(url) as writer:
+        writer.append("a", small_ids("a"))
         monkeypatch.setattr(SegmentWriter, "_check_rows", check)
         with pytest.raises(tracefile.PublishError, match="was deleted"):
-            writer.append("b", _ids("b"))
+            writer.append("b", small_ids("b"))
     if replaced:
-        _check(url, {"x": _ids("x")})
+        check_samples(url, {"x": small_ids("x")})
     assert store.leftovers(url) == []
     assert bool(bucket.objects.names()) is replaced
 
@@ -780,10 +740,10 @@ def test_a_deletion_of_a_trace_killed_at_each_request(memory: str, stepped: None
         there = "step_1.trace/zarr.json" in below()
         seen.add((there, bool(below())))
         if there:
-            _check(url, {"a": _ids(original)})
+            check_samples(url, {"a": small_ids(original)})
         elif below():
             with pytest.raises(tracefile.NotATraceError, match=r"being deleted|not a trace"):
-                _writer(url)
+                small_writer(url)
             assert collect(directory).swept == ["step_1.trace"]
             assert below() == set()
         if done is not _Killed:
@@ -802,9 +762,9 @@ def test_writers_and_the_deletion_of_their_trace_race(bucket: S3Bucket, url: str
         refused = 0
         while time.monotonic() < end:
             try:
-                with _writer(url) as writer:
+                with small_writer(url) as writer:
                     for step in range(20):
-                        writer.append(f"{who}/{step}", _ids(f"{who}/{step}", 20))
+                        writer.append(f"{who}/{step}", small_ids(f"{who}/{step}", 20))
                         time.sleep(0.1)
             except (tracefile.PublishError, tracefile.TraceNotFoundError, tracefile.NotATraceError):
                 refused += 1
@@ -829,9 +789,9 @@ def test_writers_and_the_deletion_of_their_trace_race(bucket: S3Bucket, url: str
 
 
 def test_inspecting_many_segments_takes_few_rounds(bucket: S3Bucket, url: str) -> None:
-    with _writer(url, share_prefixes=False) as writer:
+    with small_writer(url, share_prefixes=False) as writer:
         for number in range(15):
-            writer.append(f"{number}", _ids(f"{number}", 8))
+            writer.append(f"{number}", small_ids(f"{number}", 8))
     header = read_trace_header(url)
     with bucket.proxy.rounds() as asked:
         facts = summarize(take_survey(url, header))
@@ -844,13 +804,13 @@ def test_inspecting_many_segments_takes_few_rounds(bucket: S3Bucket, url: str) -
 
 def test_appending_takes_few_requests(bucket: S3Bucket, url: str) -> None:
     """The trace is looked for during the upload, and once more; what is named is looked for twice."""
-    with _writer(url) as writer:
-        handle = writer.append("a", _ids("a"))
+    with small_writer(url) as writer:
+        handle = writer.append("a", small_ids("a"))
         with bucket.proxy.counted() as asked:
-            writer.append("b", _ids("b"))
+            writer.append("b", small_ids("b"))
         assert len(asked) == 4
         with bucket.proxy.counted() as asked:
-            writer.append("c", torch.cat([handle, torch.from_numpy(_ids("c"))]))
+            writer.append("c", torch.cat([handle, torch.from_numpy(small_ids("c"))]))
         assert len(asked) == 4 + 2 * 2
     _forget(url)
     assert in_fork(lambda: list(tracefile.open(url))) == ["a", "b", "c"]

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from support import Faults, fork, ids_of, in_fork, join
+from collecting import DAY, NAMING, check_samples, collect_later, collect_now, segment_of, small_ids, small_writer
+from support import Faults, fork, in_fork, join
 
 import tracefile
 from tracefile import format as format_module
@@ -31,39 +32,7 @@ from tracefile.survey import Survey
 from tracefile.verify import verify_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tracefile.reclaim import ReclaimingStore
-
-SMALL = {"num_layers": 4, "top_k": 2, "num_experts": 64}
-DAY = 86_400.0
-
-
-def _writer(path: str, **options: Any) -> tracefile.TraceWriter:
-    return tracefile.TraceWriter(path, **(SMALL | {"rows_per_chunk": 32} | options))
-
-
-def _ids(name: str, rows: int = 40) -> np.ndarray[Any, Any]:
-    return ids_of(name, rows, **SMALL)
-
-
-def _gc(path: str, **options: Any) -> GcResult:
-    """Reclaim at once."""
-    return collect(path, **({"grace": 0, "settle": 0} | options))
-
-
-def _check(path: str, samples: dict[str, Any]) -> None:
-    """A fresh reader finds exactly these samples, and nothing is damaged."""
-    with tracefile.open(path) as trace:
-        assert set(trace) == set(samples)
-        for sample, ids in samples.items():
-            np.testing.assert_array_equal(trace[sample].numpy(), ids, err_msg=sample)
-    assert list(verify_trace(path)) == []
-
-
-def _segment_of(experts: tracefile.LazyRoutedExperts) -> str:
-    (segment,) = experts.selection.rows.segments()
-    return segment.id
 
 
 def _check_gone(handle: tracefile.LazyRoutedExperts) -> None:
@@ -78,18 +47,12 @@ def _check_gone(handle: tracefile.LazyRoutedExperts) -> None:
     assert in_fork(read)
 
 
-def _later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """For ``collect``, it is later."""
-    now = time.time
-    monkeypatch.setattr("tracefile.collect.time.time", lambda: now() + seconds)
-
-
 # Deleting samples
 
 
 def test_deleted_samples_are_gone_for_every_reader(path: str) -> None:
-    with _writer(path) as writer:
-        handles = {name: writer.append(name, _ids(name)) for name in "abcd"}
+    with small_writer(path) as writer:
+        handles = {name: writer.append(name, small_ids(name)) for name in "abcd"}
     first, second = tracefile.open(path), tracefile.open(path)
     before = len(list_segments(path))
     assert first.delete_samples(["b", "d", "b"]) == ["b", "d"]
@@ -101,16 +64,16 @@ def test_deleted_samples_are_gone_for_every_reader(path: str) -> None:
     with pytest.raises(tracefile.SampleNotFoundError, match="it was deleted") as caught:
         second["b"]
     assert (caught.value.sample, isinstance(caught.value, KeyError)) == ("b", True)
-    _check(path, {name: _ids(name) for name in "ac"})
-    np.testing.assert_array_equal(handles["b"].numpy(), _ids("b"))  # until a collection takes the rows
+    check_samples(path, {name: small_ids(name) for name in "ac"})
+    np.testing.assert_array_equal(handles["b"].numpy(), small_ids("b"))  # until a collection takes the rows
     assert not os.path.exists(staging_path(path))
     assert second.delete_samples("a") == ["a"]
     assert second.delete_samples([]) == []
 
 
 def test_unknown_samples_are_not_deleted(path: str) -> None:
-    with _writer(path) as writer:
-        writer.append("a", _ids("a"))
+    with small_writer(path) as writer:
+        writer.append("a", small_ids("a"))
     trace = tracefile.open(path)
     before = list_segments(path)
     with pytest.raises(tracefile.SampleNotFoundError, match=r"no sample 'x', 'y'; nothing was deleted") as caught:
@@ -128,12 +91,12 @@ def test_unknown_samples_are_not_deleted(path: str) -> None:
 
 
 def test_a_deleted_sample_appended_again_is_a_new_one(path: str) -> None:
-    with _writer(path, share_prefixes=False) as writer:
-        writer.append("a", _ids("a"))
+    with small_writer(path, share_prefixes=False) as writer:
+        writer.append("a", small_ids("a"))
         trace = tracefile.open(path)
         trace.delete_samples("a")
         with pytest.raises(tracefile.SampleGapError) as caught:
-            writer.append("a", _ids("b"), start=10)
+            writer.append("a", small_ids("b"), start=10)
         assert vars(caught.value)["rows"] == 0
         with pytest.raises(tracefile.SampleNotFoundError):
             writer.truncate("a", 3)
@@ -142,21 +105,21 @@ def test_a_deleted_sample_appended_again_is_a_new_one(path: str) -> None:
         came: list[Any] = []
         waiting = threading.Thread(target=lambda: came.extend(trace.wait("a", timeout=60)))
         waiting.start()
-        writer.append("a", _ids("b"), start=0)
+        writer.append("a", small_ids("b"), start=0)
         waiting.join()
-        np.testing.assert_array_equal(came[0].numpy(), _ids("b"))
-    _check(path, {"a": _ids("b")})
+        np.testing.assert_array_equal(came[0].numpy(), small_ids("b"))
+    check_samples(path, {"a": small_ids("b")})
 
 
 def test_followers_do_not_get_what_was_deleted(path: str) -> None:
-    with _writer(path) as writer:
+    with small_writer(path) as writer:
         trace = tracefile.open(path)
         for name in "abc":
-            writer.append(name, _ids(name))
+            writer.append(name, small_ids(name))
         tracefile.open(path).delete_samples("b")
         follower = trace.follow(timeout=0.1)
         assert [sample for sample, _ in follower] == ["a", "c"]
-        writer.append("b", _ids("x"))
+        writer.append("b", small_ids("x"))
         assert [sample for sample, _ in trace.follow(timeout=0.1)] == ["b"]
 
 
@@ -164,8 +127,8 @@ def test_deleting_what_a_host_with_a_clock_ahead_wrote(path: str) -> None:
     def ahead() -> None:
         now = time.time_ns
         format_module.time.time_ns = lambda: now() + 3_600_000_000_000
-        with _writer(path) as writer:
-            writer.append("a", _ids("a"))
+        with small_writer(path) as writer:
+            writer.append("a", small_ids("a"))
 
     assert join(fork(ahead)) == [0]
     trace = tracefile.open(path)
@@ -177,8 +140,8 @@ def test_deleting_what_a_host_with_a_clock_ahead_wrote(path: str) -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_a_segment_that_was_begun_before_the_deletion_comes_late(path: str, again: bool, monkeypatch: Any) -> None:
     """Its append was under way, so it counts as deleted with the rest; what is begun later counts."""
-    with _writer(path) as writer:
-        writer.append("a", _ids("a"))
+    with small_writer(path) as writer:
+        writer.append("a", small_ids("a"))
         real = LocalStore.publish
 
         def late(*arguments: Any, **options: Any) -> Any:
@@ -187,90 +150,90 @@ def test_a_segment_that_was_begun_before_the_deletion_comes_late(path: str, agai
             return real(*arguments, **options)
 
         monkeypatch.setattr(LocalStore, "publish", late)
-        writer.append_many([("a", _ids("late")), ("b", _ids("b"))])
-        _check(path, {"b": _ids("b")})
+        writer.append_many([("a", small_ids("late")), ("b", small_ids("b"))])
+        check_samples(path, {"b": small_ids("b")})
         if again:
-            writer.append("a", _ids("again"))
+            writer.append("a", small_ids("again"))
         # However long ago that was, the deletion stays as long as what it deletes is listed.
-        _later(monkeypatch, 3 * DAY)
+        collect_later(monkeypatch, 3 * DAY)
         for _ in range(3):
-            _gc(path)
-            _check(path, {"b": _ids("b")} | ({"a": _ids("again")} if again else {}))
+            collect_now(path)
+            check_samples(path, {"b": small_ids("b")} | ({"a": small_ids("again")} if again else {}))
 
 
 # What is reclaimed, and what is not
 
 
 def test_what_was_replaced_or_deleted_goes_after_the_grace(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _writer(path) as writer:
-        old = writer.append("a", _ids("old"))
-        gone = writer.append("b", _ids("b"))
-        writer.append("a", _ids("a"))
-        stays = writer.append("c", _ids("c"))
+    with small_writer(path) as writer:
+        old = writer.append("a", small_ids("old"))
+        gone = writer.append("b", small_ids("b"))
+        writer.append("a", small_ids("a"))
+        stays = writer.append("c", small_ids("c"))
     tracefile.open(path).delete_samples("b")
     assert collect(path).freed_bytes == 0
     for handle, name in ((old, "old"), (gone, "b")):
-        np.testing.assert_array_equal(handle.numpy(), _ids(name))
+        np.testing.assert_array_equal(handle.numpy(), small_ids(name))
     tracefile.open(path).close()
-    _later(monkeypatch, 601)
+    collect_later(monkeypatch, 601)
     bytes_of = {segment: header.shard_bytes for segment, header in tracefile.open(path).segments.items()}
     (found,) = collect(path, dry_run=True).traces
-    assert set(found.segments) == {_segment_of(old), _segment_of(gone)}
+    assert set(found.segments) == {segment_of(old), segment_of(gone)}
     assert set(found.segments) < set(list_segments(path)), "nothing was removed"
     (done,) = collect(path, settle=0).traces
     assert (done.segments, done.freed_bytes) == (found.segments, found.freed_bytes)
     assert done.freed_bytes == sum(bytes_of[segment] for segment in done.segments)
     assert done.total_bytes == sum(bytes_of.values())
-    assert _segment_of(stays) in list_segments(path)
-    _check(path, {"a": _ids("a"), "c": _ids("c")})
+    assert segment_of(stays) in list_segments(path)
+    check_samples(path, {"a": small_ids("a"), "c": small_ids("c")})
     _check_gone(old)
     assert collect(path, settle=0).freed_bytes == 0
 
 
 def test_rows_that_others_name_stay(path: str) -> None:
-    prompt = _ids("prompt", 300)
-    with _writer(path) as writer:
-        group = {f"g/{i}": np.concatenate([prompt, _ids(f"g/{i}", 9)]) for i in range(4)}
+    prompt = small_ids("prompt", 300)
+    with small_writer(path) as writer:
+        group = {f"g/{i}": np.concatenate([prompt, small_ids(f"g/{i}", 9)]) for i in range(4)}
         handles = {name: writer.append(name, ids) for name, ids in group.items()}
-        first = _segment_of(handles["g/0"])
-        writer.append("turns", _ids("turn 1"))
-        writer.append("turns", _ids("turn 2"), start=30)
-        writer.append("cut", _ids("cut"))
+        first = segment_of(handles["g/0"])
+        writer.append("turns", small_ids("turn 1"))
+        writer.append("turns", small_ids("turn 2"), start=30)
+        writer.append("cut", small_ids("cut"))
         writer.truncate("cut", 7)
-        writer.append("lazy", torch.cat([handles["g/1"][290:305], torch.from_numpy(_ids("lazy", 3))]))
+        writer.append("lazy", torch.cat([handles["g/1"][290:305], torch.from_numpy(small_ids("lazy", 3))]))
     trace = tracefile.open(path)
     trace.delete_samples(["g/0", "g/1"])
     expected = {name: group[name] for name in ("g/2", "g/3")} | {
-        "turns": np.concatenate([_ids("turn 1")[:30], _ids("turn 2")]),
-        "cut": _ids("cut")[:7],
-        "lazy": np.concatenate([group["g/1"][290:305], _ids("lazy", 3)]),
+        "turns": np.concatenate([small_ids("turn 1")[:30], small_ids("turn 2")]),
+        "cut": small_ids("cut")[:7],
+        "lazy": np.concatenate([group["g/1"][290:305], small_ids("lazy", 3)]),
     }
-    _check(path, expected)
-    (done,) = _gc(path).traces
+    check_samples(path, expected)
+    (done,) = collect_now(path).traces
     assert first in list_segments(path), "the prompt lies there"
     assert done.segments == []
     assert done.partial_segments > 0
     assert 0 < done.partial_bytes < done.total_bytes
-    _check(path, expected)
+    check_samples(path, expected)
     trace.delete_samples(["g/2", "g/3", "lazy"])
-    _gc(path)
+    collect_now(path)
     assert first not in list_segments(path)
-    _check(path, {name: expected[name] for name in ("turns", "cut")})
+    check_samples(path, {name: expected[name] for name in ("turns", "cut")})
 
 
 def test_deletions_are_forgotten_when_nothing_recalls_what_they_deleted(path: str, monkeypatch: Any) -> None:
-    with _writer(path) as writer:
-        writer.append("a", _ids("a"))
-        writer.append("b", _ids("b"))
+    with small_writer(path) as writer:
+        writer.append("a", small_ids("a"))
+        writer.append("b", small_ids("b"))
     tracefile.open(path).delete_samples("a")
-    assert len(_gc(path).traces[0].segments) == 1
+    assert len(collect_now(path).traces[0].segments) == 1
     assert len(list_segments(path)) == 2
-    _gc(path)
+    collect_now(path)
     assert len(list_segments(path)) == 2, "a revision that was begun before it may still be published"
-    _later(monkeypatch, DAY + 60)
-    _gc(path)
+    collect_later(monkeypatch, DAY + 60)
+    collect_now(path)
     assert len(list_segments(path)) == 1
-    _check(path, {"b": _ids("b")})
+    check_samples(path, {"b": small_ids("b")})
 
 
 def _survey(*headers: SegmentHeader) -> Survey:
@@ -333,15 +296,15 @@ def test_revisions_listed_by_a_replacement_count_as_of_their_commit() -> None:
 
 
 def test_a_damaged_document_may_be_what_needs_a_segment(path: str) -> None:
-    with _writer(path) as writer:
-        writer.append("a", _ids("a"))
-        writer.append("a", _ids("b"))
-        broken = _segment_of(writer.append("c", _ids("c")))
+    with small_writer(path) as writer:
+        writer.append("a", small_ids("a"))
+        writer.append("a", small_ids("b"))
+        broken = segment_of(writer.append("c", small_ids("c")))
     with open(f"{path}/segments/{broken}/zarr.json", "r+b") as file:
         file.write(b"x")
     before = list_segments(path)
     with pytest.raises(tracefile.MetadataDamagedError):
-        _gc(path)
+        collect_now(path)
     assert list_segments(path) == before
     (found,) = collect(os.path.dirname(path), grace=0, settle=0).traces
     assert found.error is not None
@@ -350,31 +313,31 @@ def test_a_damaged_document_may_be_what_needs_a_segment(path: str) -> None:
 
 def test_what_killed_writers_left(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed() -> None:
-        writer = _writer(path)
-        writer.append("a", _ids("a"))
+        writer = small_writer(path)
+        writer.append("a", small_ids("a"))
         monkeypatch.setattr(LocalStore, "publish", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-        writer.append("b", _ids("b"))
+        writer.append("b", small_ids("b"))
 
     assert join(fork(killed)) == [-signal.SIGKILL]
     store = LocalStore()
     (left,) = store.leftovers(path)
     assert left.nbytes > 0
     assert not left.finished
-    assert _gc(path).traces[0].leftovers == [], "its writer may be alive"
+    assert collect_now(path).traces[0].leftovers == [], "its writer may be alive"
     # One that is at work, as against one that has not touched its segment for a day.
     for parent, _, files in os.walk(os.path.join(staging_path(path), left.name)):
         for name in (parent, *(os.path.join(parent, file) for file in files)):
             os.utime(name, (time.time() - 2 * DAY,) * 2)
     building = store.begin(path, "live")
-    found = _gc(path, dry_run=True)
+    found = collect_now(path, dry_run=True)
     assert found.traces[0].leftovers == [left.name]
     assert os.path.isdir(os.path.join(staging_path(path), left.name))
-    done = _gc(path)
+    done = collect_now(path)
     assert done.traces[0].leftovers == [left.name]
     assert done.freed_bytes == left.nbytes
     assert os.listdir(staging_path(path)) == ["live"]
     assert os.path.isdir(building)
-    _check(path, {"a": _ids("a")})
+    check_samples(path, {"a": small_ids("a")})
 
 
 # Readers
@@ -383,9 +346,9 @@ def test_what_killed_writers_left(path: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("source", ["mmap", "pread"])
 def test_readers_of_what_is_reclaimed(path: str, source: str) -> None:
     """In other processes: one that has the file open finishes, another gets a clear error."""
-    with _writer(path) as writer:
-        writer.append("a", _ids("a", 5000))
-        writer.append("b", _ids("b", 5000))
+    with small_writer(path) as writer:
+        writer.append("a", small_ids("a", 5000))
+        writer.append("b", small_ids("b", 5000))
     ready, done = os.pipe(), os.pipe()
 
     def read(opened: bool) -> None:
@@ -397,12 +360,12 @@ def test_readers_of_what_is_reclaimed(path: str, source: str) -> None:
         os.read(done[0], 1)
         tracefile.clear_cache()
         if opened:
-            np.testing.assert_array_equal(handle.numpy(), _ids("a", 5000))
+            np.testing.assert_array_equal(handle.numpy(), small_ids("a", 5000))
         else:
             with pytest.raises(tracefile.SegmentMissingError) as caught:
                 handle.numpy()
-            assert caught.value.segment == _segment_of(handle)
-        np.testing.assert_array_equal(trace["b"].numpy(), _ids("b", 5000))
+            assert caught.value.segment == segment_of(handle)
+        np.testing.assert_array_equal(trace["b"].numpy(), small_ids("b", 5000))
         trace.refresh()
         assert list(trace) == ["b"]
 
@@ -410,7 +373,7 @@ def test_readers_of_what_is_reclaimed(path: str, source: str) -> None:
     for _ in readers:
         os.read(ready[0], 1)
     tracefile.open(path).delete_samples("a")
-    assert len(_gc(path).traces[0].segments) == 1
+    assert len(collect_now(path).traces[0].segments) == 1
     os.write(done[1], b"gg")
     assert join(*readers) == [0, 0]
 
@@ -420,51 +383,45 @@ def test_readers_of_what_is_reclaimed(path: str, source: str) -> None:
 
 def _share(path: str) -> tuple[tracefile.TraceWriter, tracefile.LazyRoutedExperts, np.ndarray[Any, Any]]:
     """A writer that knows a prefix which no sample has any more, and a handle of it."""
-    writer = _writer(path)
-    prompt = _ids("prompt", 300)
+    writer = small_writer(path)
+    prompt = small_ids("prompt", 300)
     handle = writer.append("a", prompt)
     handle[:1].numpy()  # open, so that reading it tells nothing
-    writer.append("stays", _ids("stays"))
+    writer.append("stays", small_ids("stays"))
     tracefile.open(path).delete_samples("a")
     return writer, handle, prompt
 
 
-_NAMING: dict[str, Callable[[tracefile.TraceWriter, Any, Any], Any]] = {
-    "prefix": lambda writer, handle, prompt: writer.append("new", np.concatenate([prompt, _ids("end", 9)])),
-    "lazy": lambda writer, handle, prompt: writer.append("new", torch.cat([handle, torch.from_numpy(_ids("end", 9))])),
-}
-
-
-@pytest.mark.parametrize("naming", _NAMING)
+@pytest.mark.parametrize("naming", NAMING)
 def test_a_writer_names_what_is_aside(path: str, naming: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between taking aside and looking again: it brings the segment back, and the collection leaves it."""
     writer, handle, prompt = _share(path)
-    expected = np.concatenate([prompt, _ids("end", 9)])
+    expected = np.concatenate([prompt, small_ids("end", 9)])
 
     def settle(self: ReclaimingStore, trace: str) -> float:
-        assert self.aside(path) == [_segment_of(handle)]
-        assert _segment_of(handle) not in list_segments(path)
-        np.testing.assert_array_equal(_NAMING[naming](writer, handle, prompt).numpy(), expected)
+        assert self.aside(path) == [segment_of(handle)]
+        assert segment_of(handle) not in list_segments(path)
+        np.testing.assert_array_equal(NAMING[naming](writer, handle, prompt).numpy(), expected)
         return 0.0
 
     monkeypatch.setattr(LocalStore, "settle", settle)
     (done,) = collect(path, grace=0).traces
-    assert (done.segments, done.brought_back) == ([], [_segment_of(handle)])
-    _check(path, {"new": expected, "stays": _ids("stays")})
+    assert (done.segments, done.brought_back) == ([], [segment_of(handle)])
+    check_samples(path, {"new": expected, "stays": small_ids("stays")})
     writer.close()
 
 
-@pytest.mark.parametrize("naming", _NAMING)
+@pytest.mark.parametrize("naming", NAMING)
 def test_a_writer_publishes_before_the_collection_looks_again(path: str, naming: str, monkeypatch: Any) -> None:
     """It looked before the segment was taken aside, and looks again only after the collection did."""
     writer, handle, prompt = _share(path)
-    expected = np.concatenate([prompt, _ids("end", 9)])
+    expected = np.concatenate([prompt, small_ids("end", 9)])
     real = LocalStore.publish
     collected: list[GcResult] = []
 
     def publish(self: Any, *arguments: Any, **options: Any) -> Any:
         def settle(store: ReclaimingStore, trace: str) -> float:
-            assert store.aside(path) == [_segment_of(handle)]
+            assert store.aside(path) == [segment_of(handle)]
             real(self, *arguments, **options)
             return 0.0
 
@@ -472,26 +429,26 @@ def test_a_writer_publishes_before_the_collection_looks_again(path: str, naming:
         collected.append(collect(path, grace=0))
 
     monkeypatch.setattr(LocalStore, "publish", publish)
-    np.testing.assert_array_equal(_NAMING[naming](writer, handle, prompt).numpy(), expected)
-    assert [each.brought_back for each in collected[0].traces] == [[_segment_of(handle)]]
-    _check(path, {"new": expected, "stays": _ids("stays")})
+    np.testing.assert_array_equal(NAMING[naming](writer, handle, prompt).numpy(), expected)
+    assert [each.brought_back for each in collected[0].traces] == [[segment_of(handle)]]
+    check_samples(path, {"new": expected, "stays": small_ids("stays")})
     writer.close()
 
 
-@pytest.mark.parametrize("naming", _NAMING)
+@pytest.mark.parametrize("naming", NAMING)
 @pytest.mark.parametrize("moment", ["before it looks", "before it publishes", "before it looks again"])
 def test_a_writer_finds_that_what_it_names_is_gone(path: str, naming: str, moment: str, monkeypatch: Any) -> None:
     """It writes the rows again where it has them, and raises where it does not; nothing broken stays visible."""
     writer, handle, prompt = _share(path)
-    expected = np.concatenate([prompt, _ids("end", 9)])
+    expected = np.concatenate([prompt, small_ids("end", 9)])
     real_check, real_publish = SegmentWriter._check_rows, LocalStore.publish
     looks = 0
 
     def remove() -> None:
-        if _segment_of(handle) in list_segments(path):
+        if segment_of(handle) in list_segments(path):
             # Only what the writer had published would have it stay.
-            LocalStore().set_aside(path, _segment_of(handle))
-            LocalStore().drop(path, _segment_of(handle))
+            LocalStore().set_aside(path, segment_of(handle))
+            LocalStore().drop(path, segment_of(handle))
 
     def check(self: Any, *arguments: Any) -> None:
         nonlocal looks
@@ -508,16 +465,18 @@ def test_a_writer_finds_that_what_it_names_is_gone(path: str, naming: str, momen
     monkeypatch.setattr(SegmentWriter, "_check_rows", check)
     monkeypatch.setattr(LocalStore, "publish", publish)
     if naming == "prefix":
-        np.testing.assert_array_equal(_NAMING[naming](writer, handle, prompt).numpy(), expected)
+        np.testing.assert_array_equal(NAMING[naming](writer, handle, prompt).numpy(), expected)
         monkeypatch.undo()
-        again = writer.append("more", np.concatenate([prompt, _ids("more", 9)]))
+        again = writer.append("more", np.concatenate([prompt, small_ids("more", 9)]))
         assert {segment.id for segment in again.selection.rows.segments()} <= set(list_segments(path))
-        _check(path, {"new": expected, "stays": _ids("stays"), "more": np.concatenate([prompt, _ids("more", 9)])})
+        check_samples(
+            path, {"new": expected, "stays": small_ids("stays"), "more": np.concatenate([prompt, small_ids("more", 9)])}
+        )
     else:
         with pytest.raises(tracefile.SegmentMissingError, match="Nothing was published") as caught:
-            _NAMING[naming](writer, handle, prompt)
-        assert caught.value.segment == _segment_of(handle)
-        _check(path, {"stays": _ids("stays")})
+            NAMING[naming](writer, handle, prompt)
+        assert caught.value.segment == segment_of(handle)
+        check_samples(path, {"stays": small_ids("stays")})
     writer.close()
     assert not os.path.exists(staging_path(path))
 
@@ -528,16 +487,16 @@ def test_two_collections_at_once(path: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     def settle(self: ReclaimingStore, trace: str) -> float:
         monkeypatch.undo()
-        inner.append(_gc(path))
+        inner.append(collect_now(path))
         return 0.0
 
     inner: list[GcResult] = []
     monkeypatch.setattr(LocalStore, "settle", settle)
     outer = collect(path, grace=0)
     removed = [trace.segments for result in (*inner, outer) for trace in result.traces]
-    assert list(itertools.chain(*removed)) == [_segment_of(handle)], "by one of them"
-    assert _segment_of(handle) not in list_segments(path)
-    _check(path, {"stays": _ids("stays")})
+    assert list(itertools.chain(*removed)) == [segment_of(handle)], "by one of them"
+    assert segment_of(handle) not in list_segments(path)
+    check_samples(path, {"stays": small_ids("stays")})
     assert not os.path.exists(staging_path(path))
 
 
@@ -545,7 +504,7 @@ def test_what_was_set_aside_again_is_not_dropped_by_who_did_before(path: str) ->
     """Only the later one has looked at what was published since it was brought back."""
     writer, handle, _ = _share(path)
     writer.close()
-    store, segment = LocalStore(), _segment_of(handle)
+    store, segment = LocalStore(), segment_of(handle)
     first = store.set_aside(path, segment)
     assert store.bring_back(path, segment)
     second = store.set_aside(path, segment)
@@ -580,22 +539,22 @@ def _die() -> None:
 
 def _history(path: str) -> dict[str, Any]:
     """A trace with something of everything; what its samples hold."""
-    prompt = _ids("prompt", 300)
-    with _writer(path) as writer:
+    prompt = small_ids("prompt", 300)
+    with small_writer(path) as writer:
         for name in ("a", "b"):
-            writer.append(name, np.concatenate([prompt, _ids(name, 9)]))
-        writer.append_many([("m", _ids("m")), ("n", _ids("n"))])
-        writer.append("m", _ids("m2"))
-        writer.append("d", _ids("d"))
-        writer.append("turns", _ids("turn 1"))
-        writer.append("turns", _ids("turn 2"), start=20)
-        writer.append("n", _ids("n2"))
+            writer.append(name, np.concatenate([prompt, small_ids(name, 9)]))
+        writer.append_many([("m", small_ids("m")), ("n", small_ids("n"))])
+        writer.append("m", small_ids("m2"))
+        writer.append("d", small_ids("d"))
+        writer.append("turns", small_ids("turn 1"))
+        writer.append("turns", small_ids("turn 2"), start=20)
+        writer.append("n", small_ids("n2"))
     tracefile.open(path).delete_samples(["a", "d"])
     return {
-        "b": np.concatenate([prompt, _ids("b", 9)]),
-        "m": _ids("m2"),
-        "n": _ids("n2"),
-        "turns": np.concatenate([_ids("turn 1")[:20], _ids("turn 2")]),
+        "b": np.concatenate([prompt, small_ids("b", 9)]),
+        "m": small_ids("m2"),
+        "n": small_ids("n2"),
+        "turns": np.concatenate([small_ids("turn 1")[:20], small_ids("turn 2")]),
     }
 
 
@@ -611,18 +570,18 @@ def test_a_collection_killed_at_each_step(path: str, tmp_path: Any) -> None:
         def work(at: int = at) -> None:
             faults = Faults(str(tmp_path), _die)
             faults.arm(at)
-            _gc(path)
+            collect_now(path)
 
         (code,) = join(fork(work))
-        _check(path, expected)
+        check_samples(path, expected)
         left = LocalStore().aside(path)
         seen.add(len(left))
         if at % 3 == 0:  # somebody continues before the next collection
-            with _writer(path) as writer:
-                writer.append("after", _ids("after"))
-        after = {"after": _ids("after")} if at % 3 == 0 else {}
-        _gc(path)
-        _check(path, expected | after)
+            with small_writer(path) as writer:
+                writer.append("after", small_ids("after"))
+        after = {"after": small_ids("after")} if at % 3 == 0 else {}
+        collect_now(path)
+        check_samples(path, expected | after)
         assert not os.path.exists(staging_path(path)), at
         assert len(list_segments(path)) == 7 + len(after), at
         if code == 0:
@@ -641,26 +600,26 @@ def test_a_writer_needs_what_a_killed_collection_had_aside(path: str, monkeypatc
         collect(path, grace=0)
 
     assert join(fork(killed)) == [-signal.SIGKILL]
-    assert LocalStore().aside(path) == [_segment_of(handle)]
-    for number, name in enumerate(_NAMING):
-        experts = _NAMING[name](writer, handle, prompt)
-        np.testing.assert_array_equal(experts.numpy(), np.concatenate([prompt, _ids("end", 9)]))
+    assert LocalStore().aside(path) == [segment_of(handle)]
+    for number, name in enumerate(NAMING):
+        experts = NAMING[name](writer, handle, prompt)
+        np.testing.assert_array_equal(experts.numpy(), np.concatenate([prompt, small_ids("end", 9)]))
         assert LocalStore().aside(path) == [], number
     writer.close()
-    _check(path, {"new": np.concatenate([prompt, _ids("end", 9)]), "stays": _ids("stays")})
+    check_samples(path, {"new": np.concatenate([prompt, small_ids("end", 9)]), "stays": small_ids("stays")})
 
 
-@pytest.mark.parametrize("naming", _NAMING)
+@pytest.mark.parametrize("naming", NAMING)
 def test_a_writer_killed_at_each_step_while_what_it_names_is_aside(path: str, naming: str, tmp_path: Any) -> None:
     """What was there before is there after, and what it published can be read."""
     writer, handle, prompt = _share(path)
-    writer.append("new", _ids("older"))
-    LocalStore().set_aside(path, _segment_of(handle))
+    writer.append("new", small_ids("older"))
+    LocalStore().set_aside(path, segment_of(handle))
     state = str(tmp_path / "state")
     os.makedirs(state)
     shutil.copytree(path, f"{state}/trace")
     shutil.copytree(staging_path(path), f"{state}/staging")
-    expected = np.concatenate([prompt, _ids("end", 9)])
+    expected = np.concatenate([prompt, small_ids("end", 9)])
     for at in range(1, 100):
         shutil.rmtree(path)
         shutil.rmtree(staging_path(path), ignore_errors=True)
@@ -670,13 +629,13 @@ def test_a_writer_killed_at_each_step_while_what_it_names_is_aside(path: str, na
         def work(at: int = at) -> None:
             faults = Faults(str(tmp_path), _die)
             faults.arm(at)
-            _NAMING[naming](writer, handle, prompt)
+            NAMING[naming](writer, handle, prompt)
 
         (code,) = join(fork(work))
-        _gc(path)
+        collect_now(path)
         with tracefile.open(path) as trace:
             rows = trace["new"].numpy()
-            np.testing.assert_array_equal(rows, expected if len(rows) == len(expected) else _ids("older"))
+            np.testing.assert_array_equal(rows, expected if len(rows) == len(expected) else small_ids("older"))
             assert set(trace) == {"new", "stays"}
         assert list(verify_trace(path)) == []
         if code == 0:
@@ -692,19 +651,19 @@ def test_a_writer_killed_at_each_step_while_what_it_names_is_aside(path: str, na
 def _work(path: str, who: int, seconds: float, log: str) -> None:
     """A writer that appends, shares, continues, deletes and reuses; what holds afterwards goes to ``log``."""
     rng = random.Random(who)
-    prompt = _ids(f"prompt {who}", 200)
+    prompt = small_ids(f"prompt {who}", 200)
     mine: dict[str, Any] = {}
     handles: list[tuple[Any, Any]] = []
     gone = 0
     trace = tracefile.open(path)
     end = time.monotonic() + seconds
-    with _writer(path) as writer:
+    with small_writer(path) as writer:
         step = 0
         while time.monotonic() < end:
             step += 1
             name = f"{who}/{rng.randrange(6)}"
             act = rng.choice(["append", "share", "share", "go on", "delete", "lazy", "many"])
-            new = _ids(f"{who} {step}", rng.randrange(1, 60))
+            new = small_ids(f"{who} {step}", rng.randrange(1, 60))
             try:
                 if act == "append":
                     handle, ids = writer.append(name, new), new
@@ -743,7 +702,7 @@ def _work(path: str, who: int, seconds: float, log: str) -> None:
 
 @pytest.mark.parametrize("settle", [0.0, 0.03])
 def test_writers_and_collections_race(path: str, tmp_path: Any, settle: float) -> None:
-    _writer(path).close()
+    small_writer(path).close()
     seconds, writers = 5.0, 3
     logs = [str(tmp_path / f"log{who}") for who in range(writers)]
     pids = [
@@ -764,9 +723,9 @@ def test_writers_and_collections_race(path: str, tmp_path: Any, settle: float) -
         assert steps > 10
         expected |= mine
     assert removed > 20
-    _check(path, expected)
-    _gc(path)
-    _check(path, expected)
+    check_samples(path, expected)
+    collect_now(path)
+    check_samples(path, expected)
     assert not os.path.exists(staging_path(path))
 
 
@@ -776,8 +735,8 @@ def test_writers_and_collections_race(path: str, tmp_path: Any, settle: float) -
 def _traces(directory: str, names: list[str]) -> list[str]:
     paths = [f"{directory}/{name}" for name in names]
     for path in paths:
-        with _writer(path) as writer:
-            writer.append("a", _ids(path))
+        with small_writer(path) as writer:
+            writer.append("a", small_ids(path))
     return paths
 
 
@@ -801,13 +760,13 @@ def test_the_newest_steps_are_kept(tmp_path: Any) -> None:
 def test_without_numbers_the_newest_data_tell(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = str(tmp_path)
     first, second, third = _traces(directory, ["z.trace", "y_5.trace", "x.trace"])
-    with _writer(first) as writer:
-        writer.append("b", _ids("b"))  # again the newest
+    with small_writer(first) as writer:
+        writer.append("b", small_ids("b"))  # again the newest
     result = collect(directory, keep_steps=2)
     assert result.ordered_by == "time"
     assert [trace.path for trace in result.traces if trace.deleted_by] == [second]
-    _later(monkeypatch, 3600)
-    with _writer(third):
+    collect_later(monkeypatch, 3600)
+    with small_writer(third):
         assert collect(directory, older_than=3700).traces[0].deleted_by is None
         assert {trace.deleted_by for trace in collect(directory, older_than=3500).traces} == {"older-than"}
     assert os.listdir(directory) == []
@@ -825,11 +784,11 @@ def test_the_oldest_traces_go_until_the_rest_fits(tmp_path: Any) -> None:
 
 
 def test_the_oldest_samples_of_one_trace_go_until_it_fits(path: str) -> None:
-    prompt = _ids("prompt", 200)
-    with _writer(path) as writer:
+    prompt = small_ids("prompt", 200)
+    with small_writer(path) as writer:
         for number in range(5):
-            writer.append(f"{number}", np.concatenate([prompt, _ids(f"{number}")]))
-        writer.append("0", np.concatenate([prompt, _ids("newer")]))
+            writer.append(f"{number}", np.concatenate([prompt, small_ids(f"{number}")]))
+        writer.append("0", np.concatenate([prompt, small_ids("newer")]))
     segments = tracefile.open(path).segments.values()
     total = sum(header.shard_bytes for header in segments)
     (done,) = collect(path, max_bytes=total, settle=0).traces
@@ -838,47 +797,47 @@ def test_the_oldest_samples_of_one_trace_go_until_it_fits(path: str) -> None:
     assert done.samples == ["1"], "what was replaced holds the prompt; of samples, the oldest"
     again = sum(header.shard_bytes for header in tracefile.open(path).segments.values())
     assert again < total
-    expected = {f"{n}": np.concatenate([prompt, _ids("newer" if n == 0 else f"{n}")]) for n in (0, 2, 3, 4)}
-    _check(path, expected)
+    expected = {f"{n}": np.concatenate([prompt, small_ids("newer" if n == 0 else f"{n}")]) for n in (0, 2, 3, 4)}
+    check_samples(path, expected)
     (done,) = collect(path, max_bytes=0, settle=0).traces
     assert done.samples == ["2", "3", "4", "0"]
-    _check(path, {})
+    check_samples(path, {})
 
 
 def test_samples_that_would_free_nothing_are_spared(path: str) -> None:
-    with _writer(path) as writer:
-        writer.append_many([("a", _ids("a", 10)), ("b", _ids("b", 10))])
-        writer.append("c", _ids("c", 5000))
-        last = writer.append("b", _ids("b2", 10), start=10)  # keeps the first segment, and so "a" may stay
+    with small_writer(path) as writer:
+        writer.append_many([("a", small_ids("a", 10)), ("b", small_ids("b", 10))])
+        writer.append("c", small_ids("c", 5000))
+        last = writer.append("b", small_ids("b2", 10), start=10)  # keeps the first segment, and so "a" may stay
     total = sum(header.shard_bytes for header in tracefile.open(path).segments.values())
-    large = tracefile.open(path).segments[_segment_of(tracefile.open(path)["c"])].shard_bytes
+    large = tracefile.open(path).segments[segment_of(tracefile.open(path)["c"])].shard_bytes
     (done,) = collect(path, max_bytes=total - large, settle=0).traces
     assert done.samples == ["c"]
-    np.testing.assert_array_equal(last.numpy(), np.concatenate([_ids("b", 10), _ids("b2", 10)]))
-    _check(path, {"a": _ids("a", 10), "b": np.concatenate([_ids("b", 10), _ids("b2", 10)])})
+    np.testing.assert_array_equal(last.numpy(), np.concatenate([small_ids("b", 10), small_ids("b2", 10)]))
+    check_samples(path, {"a": small_ids("a", 10), "b": np.concatenate([small_ids("b", 10), small_ids("b2", 10)])})
 
 
 def test_old_samples_of_one_trace(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _writer(path) as writer:
-        writer.append("a", _ids("a"))
-        writer.append("b", _ids("b"))
+    with small_writer(path) as writer:
+        writer.append("a", small_ids("a"))
+        writer.append("b", small_ids("b"))
         time.sleep(0.2)
         between = time.time()
-        writer.append("b", _ids("b2"), start=40)
+        writer.append("b", small_ids("b2"), start=40)
     collect(path, older_than=time.time() - between + 0.1, settle=0)
-    _check(path, {"b": np.concatenate([_ids("b"), _ids("b2")])})
+    check_samples(path, {"b": np.concatenate([small_ids("b"), small_ids("b2")])})
     assert len(list_segments(path)) == 3, "b has rows of two"
 
 
 def test_a_sample_that_is_continued_meanwhile_is_not_deleted_for_its_age(path: str, monkeypatch: Any) -> None:
-    with _writer(path) as writer:
-        writer.append("a", _ids("a"))
-        writer.append("b", _ids("b"))
-        _later(monkeypatch, 3600)
+    with small_writer(path) as writer:
+        writer.append("a", small_ids("a"))
+        writer.append("b", small_ids("b"))
+        collect_later(monkeypatch, 3600)
 
         def settle(self: ReclaimingStore, trace: str) -> float:
-            writer.append("a", _ids("more"), start=0)
-            writer.append("b", _ids("more"), start=20)
+            writer.append("a", small_ids("more"), start=0)
+            writer.append("b", small_ids("more"), start=20)
             return 0.0
 
         monkeypatch.setattr(LocalStore, "settle", settle)
@@ -889,35 +848,35 @@ def test_a_sample_that_is_continued_meanwhile_is_not_deleted_for_its_age(path: s
         def plan(*arguments: Any, **options: Any) -> GcPlan:
             found = real(*arguments, **options)
             monkeypatch.setattr("tracefile.collect.plan_gc", real)
-            writer.append("c", _ids("late"), start=20)  # between the plan and the deletion
+            writer.append("c", small_ids("late"), start=20)  # between the plan and the deletion
             return found
 
-        writer.append("c", _ids("c"))
+        writer.append("c", small_ids("c"))
         monkeypatch.setattr(LocalStore, "settle", lambda *_: 0.0)
         monkeypatch.setattr("tracefile.collect.plan_gc", plan)
         (done,) = collect(path, older_than=1800).traces
     assert set(done.samples) == {"a", "c"}
-    _check(path, {"c": np.concatenate([_ids("c")[:20], _ids("late")])})
+    check_samples(path, {"c": np.concatenate([small_ids("c")[:20], small_ids("late")])})
 
 
 def test_a_trace_that_is_deleted_under_its_writer(tmp_path: Any) -> None:
     directory = str(tmp_path / "run")
     (path,) = _traces(directory, ["step_1.trace"])
-    with _writer(path) as writer:
-        writer.append("b", _ids("b")[:9])
-        handle = writer.append("b", _ids("b"), start=0)
+    with small_writer(path) as writer:
+        writer.append("b", small_ids("b")[:9])
+        handle = writer.append("b", small_ids("b"), start=0)
         reader = tracefile.open(path)
         opened = reader["a"]
         opened[:1].numpy()
         _traces(directory, ["step_2.trace"])
         assert collect(directory, keep_steps=1).traces[0].deleted_by == "keep-steps"
         tracefile.clear_cache()
-        np.testing.assert_array_equal(opened.numpy(), _ids(path))  # has the file open
+        np.testing.assert_array_equal(opened.numpy(), small_ids(path))  # has the file open
         _check_gone(handle)
         for act in (
-            lambda: writer.append("c", _ids("c")),
-            lambda: writer.append_many([("c", _ids("c"))]),
-            lambda: writer.append("b", _ids("c"), start=40),
+            lambda: writer.append("c", small_ids("c")),
+            lambda: writer.append_many([("c", small_ids("c"))]),
+            lambda: writer.append("b", small_ids("c"), start=40),
         ):
             with pytest.raises((tracefile.PublishError, tracefile.TraceNotFoundError), match=r"deleted|no trace"):
                 act()
@@ -926,11 +885,11 @@ def test_a_trace_that_is_deleted_under_its_writer(tmp_path: Any) -> None:
             with pytest.raises(tracefile.TraceNotFoundError):
                 look()
         # Another trace in its place has nothing to do with it.
-        with _writer(path) as other:
-            other.append("x", _ids("x"))
+        with small_writer(path) as other:
+            other.append("x", small_ids("x"))
             with pytest.raises(tracefile.PublishError, match="another was made in its place"):
-                writer.append("c", _ids("c"))
-        _check(path, {"x": _ids("x")})
+                writer.append("c", small_ids("c"))
+        check_samples(path, {"x": small_ids("x")})
 
 
 def test_a_trace_that_is_replaced_at_the_moment_of_publishing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -939,16 +898,16 @@ def test_a_trace_that_is_replaced_at_the_moment_of_publishing(path: str, monkeyp
     def rename(source: str, target: str, **options: int) -> None:
         monkeypatch.undo()
         LocalStore().delete_trace(path)
-        with _writer(path) as other:
-            other.append("x", _ids("x"))
+        with small_writer(path) as other:
+            other.append("x", small_ids("x"))
         real(source, target, **options)
 
-    with _writer(path) as writer:
-        writer.append("a", _ids("a"))
+    with small_writer(path) as writer:
+        writer.append("a", small_ids("a"))
         monkeypatch.setattr(os, "rename", rename)
         with pytest.raises(tracefile.PublishError):
-            writer.append("b", _ids("b"))
-    _check(path, {"x": _ids("x")})
+            writer.append("b", small_ids("b"))
+    check_samples(path, {"x": small_ids("x")})
     assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)]
 
 
@@ -967,7 +926,7 @@ def test_a_deletion_of_traces_killed_at_each_step(tmp_path: Any) -> None:
         (code,) = join(fork(work))
         for name in os.listdir(directory):
             if not name.startswith("."):
-                _check(f"{directory}/{name}", {"a": _ids(f"{copy}/{name}")})
+                check_samples(f"{directory}/{name}", {"a": small_ids(f"{copy}/{name}")})
         left = [name for name in os.listdir(directory) if name.startswith(".")]
         assert len(collect(directory, keep_steps=1).swept) == len(left), left
         assert os.listdir(directory) == ["step_3.trace"]
@@ -982,8 +941,8 @@ def test_a_trace_behind_a_link(tmp_path: Any) -> None:
     _traces(elsewhere, ["real.trace"])
     _traces(directory, ["step_2.trace"])
     os.symlink(f"{elsewhere}/real.trace", f"{directory}/step_1.trace")
-    with _writer(f"{directory}/step_1.trace") as writer:
-        writer.append("b", _ids("b"))
+    with small_writer(f"{directory}/step_1.trace") as writer:
+        writer.append("b", small_ids("b"))
     assert collect(directory, keep_steps=1).traces[0].deleted_by == "keep-steps"
     assert (os.listdir(directory), os.listdir(elsewhere)) == (["step_2.trace"], [])
 
@@ -998,9 +957,9 @@ def test_writers_and_the_deletion_of_their_trace_race(tmp_path: Any) -> None:
         made = refused = 0
         while time.monotonic() < end:
             try:
-                with _writer(path) as writer:
+                with small_writer(path) as writer:
                     for step in range(20):
-                        writer.append(f"{who}/{step}", _ids(f"{who}/{step}", 20))
+                        writer.append(f"{who}/{step}", small_ids(f"{who}/{step}", 20))
                         made += 1
             except (tracefile.PublishError, tracefile.TraceNotFoundError, tracefile.NotATraceError):
                 refused += 1
@@ -1021,14 +980,14 @@ def test_writers_and_the_deletion_of_their_trace_race(tmp_path: Any) -> None:
     assert deleted > 3
     with tracefile.open(path) as trace:
         for name in trace:
-            np.testing.assert_array_equal(trace[name].numpy(), _ids(name, 20))
+            np.testing.assert_array_equal(trace[name].numpy(), small_ids(name, 20))
     assert list(verify_trace(path)) == []
     collect(directory, settle=0)
     assert [name for name in os.listdir(directory) if name.startswith(".")] == []
 
 
 def test_what_collect_refuses(path: str, tmp_path: Any) -> None:
-    _writer(path).close()
+    small_writer(path).close()
     with pytest.raises(tracefile.OptionError, match="one trace"):
         collect(path, keep_steps=1)
     with pytest.raises(tracefile.OptionError, match="for reading"):
@@ -1044,14 +1003,14 @@ def test_what_collect_refuses(path: str, tmp_path: Any) -> None:
 
 def test_deleting_over_an_object_store(bucket: Any) -> None:
     path = f"{bucket.url}/run/step_1.trace"
-    with _writer(path, quota_bytes=10**6) as writer:
-        handles = {name: writer.append(name, _ids(name)) for name in "abc"}
+    with small_writer(path, quota_bytes=10**6) as writer:
+        handles = {name: writer.append(name, small_ids(name)) for name in "abc"}
         trace = tracefile.open(path)
         assert trace.delete_samples(["a", "b"]) == ["a", "b"]
-        _check(path, {"c": _ids("c")})
-        np.testing.assert_array_equal(handles["a"].numpy(), _ids("a"))
-        writer.append("a", _ids("again"))
-    _check(path, {"c": _ids("c"), "a": _ids("again")})
+        check_samples(path, {"c": small_ids("c")})
+        np.testing.assert_array_equal(handles["a"].numpy(), small_ids("a"))
+        writer.append("a", small_ids("again"))
+    check_samples(path, {"c": small_ids("c"), "a": small_ids("again")})
     stored = sum(header.shard_bytes for header in tracefile.open(path).segments.values())
-    with _writer(path, quota_bytes=stored + 9) as writer, pytest.raises(tracefile.QuotaExceededError):
-        writer.append("d", _ids("d"))
+    with small_writer(path, quota_bytes=stored + 9) as writer, pytest.raises(tracefile.QuotaExceededError):
+        writer.append("d", small_ids("d"))
