@@ -622,7 +622,9 @@ def _kill_at_each_step(path: str, samples: list[str], handles: list[Any], **opti
     return left
 
 
-@pytest.mark.parametrize("options", [{}, {"durable": True}, {"drop_unreachable": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"durable": True}, marks=pytest.mark.slow), {"drop_unreachable": True}], ids=str
+)
 def test_killed_at_each_step(path: str, options: dict[str, bool]) -> None:
     samples = [f"s{number}@{number + 9}" for number in range(4)]
     handles = _fill(path, samples)
@@ -935,5 +937,5 @@ class _CompactedHistory(RetentionHistory):
             super().teardown()
 
 
-_CompactedHistory.TestCase.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+_CompactedHistory.TestCase.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
 TestHistory = _CompactedHistory.TestCase

@@ -34,6 +34,6 @@ class _RetentionHistory(_ShortBlocks, RetentionHistory):
 
 
 for _machine in (_History, _RetentionHistory):
-    _machine.TestCase.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+    _machine.TestCase.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
 TestHistory = _History.TestCase
 TestRetentionHistory = _RetentionHistory.TestCase

@@ -43,8 +43,14 @@ def rank_shard(samples: Sequence[torch.Tensor], experts: int, cp_rank: int, tp_r
     return buffer[size * tp_rank : size * (tp_rank + 1)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-@pytest.mark.parametrize("segments", ["one segment", "a segment each"])
+@pytest.mark.parametrize(
+    ("shape", "segments"),
+    [
+        pytest.param(shape, segments, id=f"{segments}-{shape.name}", marks=() if quick else pytest.mark.slow)
+        for number, shape in enumerate(SHAPES)
+        for segments, quick in (("one segment", number == 2), ("a segment each", number == 0))
+    ],
+)
 def test_sixteen_samples_travel_in_four_kib(path: str, rng: np.random.Generator, shape: Shape, segments: str) -> None:
     _, layers, top_k, experts = shape
     arrays = [random_routing(rng, int(rows), layers, top_k, experts) for rows in rng.integers(50, 900, 16)]

@@ -168,7 +168,7 @@ def _operation(
     return same, both(lambda t: getattr(t, same)())
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_programs_equal_eager_ones(samples: Samples, data: st.DataObject) -> None:
     pool = [Pair(samples.trace[name], eager) for name, eager in samples.eager.items()]
@@ -196,7 +196,7 @@ _LAZY = {
 }  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_lazy_programs_read_nothing(samples: Samples, data: st.DataObject) -> None:
     pool = [Pair(samples.trace[name], eager) for name, eager in samples.eager.items()]

@@ -607,6 +607,7 @@ def _work(path: str, who: int, seconds: float, log: str) -> None:
         pickle.dump((mine, step), file)
 
 
+@pytest.mark.slow
 def test_writers_and_collections_race(url: str, tmp_path: Any) -> None:
     small_writer(url).close()
     seconds, writers = 3.0, 2
@@ -754,6 +755,7 @@ def test_a_deletion_of_a_trace_killed_at_each_request(memory: str, stepped: None
     assert seen == {(True, True), (False, True), (False, False)}
 
 
+@pytest.mark.slow
 def test_writers_and_the_deletion_of_their_trace_race(bucket: S3Bucket, url: str) -> None:
     """New traces at the same path, and old writers: nobody's segment lands in another's trace."""
 

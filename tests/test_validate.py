@@ -154,7 +154,7 @@ def _captures(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(_captures())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_findings_are_those_of_plain_python(capture: dict[str, Any]) -> None:
     config, captured, ids = capture["config"], capture["captured"], capture["ids"].copy()
     ids[~captured] = config.fill_value

@@ -124,7 +124,7 @@ def test_eight_writers_make_one_trace(path: str) -> None:
 @pytest.mark.parametrize("beforehand", ["nothing", "empty directory"])
 def test_creating_at_the_same_moment(path: str, beforehand: str) -> None:
     """Only what goes on around the creation, many times."""
-    for attempt in range(15):
+    for attempt in range(6):
         here = f"{path}.{attempt}"
         if beforehand == "empty directory":
             os.mkdir(here)
@@ -143,7 +143,7 @@ def test_creating_at_the_same_moment(path: str, beforehand: str) -> None:
 
 def test_two_configurations_race(path: str) -> None:
     """One wins; every writer of the other is told so, and leaves nothing behind."""
-    for attempt in range(15):
+    for attempt in range(6):
         here = f"{path}.{attempt}"
 
         def work(who: int, here: str = here) -> None:
