@@ -274,6 +274,7 @@ def test_the_object_store_is_empty_once_the_lazy_tensors_are_gone(nodes: Nodes, 
     assert max(used_bytes().values()) < 2**20
 
 
+@pytest.mark.slow
 def test_a_trace_larger_than_the_object_store_is_spilled(nodes: Nodes, rollout: Any, ranks: list[Any]) -> None:
     before = counted(nodes.rollout, "cumulative spill requests")
     numbers = range(18)
@@ -435,6 +436,7 @@ def test_segments_of_all_sizes(nodes: Nodes, rollout: Any, ranks: list[Any]) -> 
         assert np.array_equal(experts.numpy(), array)
 
 
+@pytest.mark.slow
 def test_where_ray_is_not(nodes: Nodes, rollout: Any) -> None:
     code = "import tracefile; tracefile.open('ray://step_1')"
     result = run_python(code, check=False)
