@@ -93,7 +93,7 @@ for handle, ids in zip(handles, expected, strict=True):
 # What becomes of a trace
 
 
-@pytest.mark.parametrize("codec", ["fast", "compact", "none"])
+@pytest.mark.parametrize("codec", ["fast", pytest.param("compact", marks=pytest.mark.slow), "none"])
 def test_samples_and_handles_stay_what_they_were(path: str, codec: str) -> None:
     samples = _names(40)
     handles = _fill(path, samples, codec=codec)

@@ -523,6 +523,7 @@ def _collect_after_a_kill(path: str, expected: dict[str, Any], go_on: bool) -> i
     return left
 
 
+@pytest.mark.slow
 def test_a_collection_killed_at_its_requests(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"{memory}/run/original.trace"
     expected = _history(url)

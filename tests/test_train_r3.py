@@ -704,6 +704,7 @@ def test_the_same_seed_gives_the_same_run_also_when_it_is_resumed(ray_cluster: N
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_asynchronous_rollouts_are_a_step_behind(ray_cluster: None, tmp_path: Path) -> None:
     options = job.Options(out=str(tmp_path), mode="async", keep_traces=True, **QUICK)  # type: ignore[arg-type]
     records = job.run(options).records
