@@ -44,6 +44,27 @@ def check_samples(path: str, samples: dict[str, Any]) -> None:
     assert list(verify_trace(path)) == []
 
 
+def trace_of_everything(path: str) -> dict[str, Any]:
+    """A trace with something of everything; what its samples hold."""
+    prompt = small_ids("prompt", 300)
+    with small_writer(path) as writer:
+        for name in ("a", "b"):
+            writer.append(name, np.concatenate([prompt, small_ids(name, 9)]))
+        writer.append_many([("m", small_ids("m")), ("n", small_ids("n"))])
+        writer.append("m", small_ids("m2"))
+        writer.append("d", small_ids("d"))
+        writer.append("turns", small_ids("turn 1"))
+        writer.append("turns", small_ids("turn 2"), start=20)
+        writer.append("n", small_ids("n2"))
+    tracefile.open(path).delete_samples(["a", "d"])
+    return {
+        "b": np.concatenate([prompt, small_ids("b", 9)]),
+        "m": small_ids("m2"),
+        "n": small_ids("n2"),
+        "turns": np.concatenate([small_ids("turn 1")[:20], small_ids("turn 2")]),
+    }
+
+
 def segment_of(experts: tracefile.LazyRoutedExperts) -> str:
     (segment,) = experts.selection.rows.segments()
     return segment.id

@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from collecting import DAY, NAMING, check_samples, collect_later, collect_now, segment_of, small_ids, small_writer
+from collecting import (
+    DAY,
+    NAMING,
+    check_samples,
+    collect_later,
+    collect_now,
+    segment_of,
+    small_ids,
+    small_writer,
+    trace_of_everything,
+)
 from support import fork, in_fork, join
 from typer.testing import CliRunner
 
@@ -218,29 +228,8 @@ def test_set_aside_again(memory: str) -> None:
 # What is reclaimed, and what is not
 
 
-def _history(path: str) -> dict[str, Any]:
-    """A trace with something of everything; what its samples hold."""
-    prompt = small_ids("prompt", 300)
-    with small_writer(path) as writer:
-        for name in ("a", "b"):
-            writer.append(name, np.concatenate([prompt, small_ids(name, 9)]))
-        writer.append_many([("m", small_ids("m")), ("n", small_ids("n"))])
-        writer.append("m", small_ids("m2"))
-        writer.append("d", small_ids("d"))
-        writer.append("turns", small_ids("turn 1"))
-        writer.append("turns", small_ids("turn 2"), start=20)
-        writer.append("n", small_ids("n2"))
-    tracefile.open(path).delete_samples(["a", "d"])
-    return {
-        "b": np.concatenate([prompt, small_ids("b", 9)]),
-        "m": small_ids("m2"),
-        "n": small_ids("n2"),
-        "turns": np.concatenate([small_ids("turn 1")[:20], small_ids("turn 2")]),
-    }
-
-
 def test_dead_live_referenced_and_superseded(bucket: S3Bucket, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = _history(url)
+    expected = trace_of_everything(url)
     before = list_segments(url)
     assert collect_now(url, grace=600).freed_bytes == 0
     (found,) = collect_now(url, dry_run=True).traces
@@ -262,7 +251,7 @@ def test_dead_live_referenced_and_superseded(bucket: S3Bucket, url: str, monkeyp
 
 def test_two_collections_at_once(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"{memory}/run/step_1.trace"
-    expected = _history(url)
+    expected = trace_of_everything(url)
     inner: list[GcResult] = []
 
     def settle(self: ObjectStore, trace: str) -> float:
@@ -286,7 +275,7 @@ def test_how_long_it_waits(url: str) -> None:
 
 def test_a_store_without_conditional_put(bucket: S3Bucket, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that says so, and one that says nothing and writes what is there already."""
-    _history(url)
+    trace_of_everything(url)
     before = bucket.objects.names()
     object_reclaim._conditional.clear()
     tracefile.configure(object_store_options={"config": {"aws_conditional_put": "disabled"}})
@@ -386,7 +375,7 @@ def test_readers_of_what_is_reclaimed(url: str) -> None:
 def test_who_opens_a_trace_while_segments_go(memory: str, stepped: None) -> None:
     """Listed and gone when it is to be read: it was deleted, and is no damage."""
     url = f"{memory}/run/step_1.trace"
-    expected = _history(url)
+    expected = trace_of_everything(url)
     for at in range(1, 6):
         requests = _Requests(at, False)
         with small_writer(url) as writer:
@@ -526,7 +515,7 @@ def _collect_after_a_kill(path: str, expected: dict[str, Any], go_on: bool) -> i
 @pytest.mark.slow
 def test_a_collection_killed_at_its_requests(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"{memory}/run/original.trace"
-    expected = _history(url)
+    expected = trace_of_everything(url)
     seen = set()
     for at in range(1, 100, 2):
         copy = f"{memory}/run/copy-{at}.trace"
@@ -560,7 +549,7 @@ def _die_at(at: int, patched: pytest.MonkeyPatch, work: Callable[[], Any]) -> bo
 @pytest.mark.parametrize("at", [20])
 def test_a_killed_collection(url: str, at: int) -> None:
     """By a signal, over the network."""
-    expected = _history(url)
+    expected = trace_of_everything(url)
     assert _dying(at, lambda: collect_now(url)) == -signal.SIGKILL
     _collect_after_a_kill(url, expected, go_on=True)
 

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from collecting import DAY, NAMING, check_samples, collect_later, collect_now, segment_of, small_ids, small_writer
+from collecting import (
+    DAY,
+    NAMING,
+    check_samples,
+    collect_later,
+    collect_now,
+    segment_of,
+    small_ids,
+    small_writer,
+    trace_of_everything,
+)
 from support import Faults, fork, in_fork, join
 
 import tracefile
@@ -537,29 +547,8 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _history(path: str) -> dict[str, Any]:
-    """A trace with something of everything; what its samples hold."""
-    prompt = small_ids("prompt", 300)
-    with small_writer(path) as writer:
-        for name in ("a", "b"):
-            writer.append(name, np.concatenate([prompt, small_ids(name, 9)]))
-        writer.append_many([("m", small_ids("m")), ("n", small_ids("n"))])
-        writer.append("m", small_ids("m2"))
-        writer.append("d", small_ids("d"))
-        writer.append("turns", small_ids("turn 1"))
-        writer.append("turns", small_ids("turn 2"), start=20)
-        writer.append("n", small_ids("n2"))
-    tracefile.open(path).delete_samples(["a", "d"])
-    return {
-        "b": np.concatenate([prompt, small_ids("b", 9)]),
-        "m": small_ids("m2"),
-        "n": small_ids("n2"),
-        "turns": np.concatenate([small_ids("turn 1")[:20], small_ids("turn 2")]),
-    }
-
-
 def test_a_collection_killed_at_each_step(path: str, tmp_path: Any) -> None:
-    expected = _history(path)
+    expected = trace_of_everything(path)
     original = str(tmp_path / "original")
     shutil.copytree(path, original)
     steps, seen = 0, set()

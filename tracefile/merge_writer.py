@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
-import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tracefile import documents
-from tracefile._version import __version__
 from tracefile.encode import EncodedChunk
 from tracefile.errors import DamagedTraceError, SegmentMissingError, StoreError, TraceError
 from tracefile.format import METADATA_NAME, SHARD_NAME, new_segment_id, segment_path
 from tracefile.local_store import write_file
 from tracefile.merge import Block, SameRows, merged_header
+from tracefile.segment_writer import this_writer
 from tracefile.segments import OpenSegment
 from tracefile.shard import CRC_BYTES
 from tracefile.shard_file import ShardFile
@@ -220,10 +218,6 @@ def _sound_chunks(segment: OpenSegment, numbers: Sequence[int]) -> Iterator[tupl
 
 def _writer(group: Sequence[SegmentHeader]) -> dict[str, Any]:
     created = [header.writer["created"] for header in group if "created" in header.writer]
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "version": __version__,
-        **({"created": max(created)} if created else {}),
-        "compacted": time.time_ns() // 1000 / 1e6,
-    }
+    writer = this_writer()
+    compacted = writer.pop("created")
+    return {**writer, **({"created": max(created)} if created else {}), "compacted": compacted}
