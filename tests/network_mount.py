@@ -54,6 +54,16 @@ class Mount:
         messages, reads, nbytes = _COUNTS.unpack_from(self._counts)
         return messages, reads, nbytes
 
+    def quiet_counts(self) -> tuple[int, int, int]:
+        """The counts once nothing is under way: the kernel closes files after it has returned from doing so."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            counts = self.counts()
+            time.sleep(0.25)
+            if self.counts() == counts:
+                return counts
+        raise TimeoutError(f"messages keep going to {self.path}")
+
     def fail(self) -> None:
         """Have the server die."""
         self._server.send_signal(signal.SIGUSR1)

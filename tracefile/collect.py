@@ -57,7 +57,7 @@ class TraceResult:
     samples : list of str
         Samples that were deleted.
     segments : list of str
-        Segments that were removed.
+        Segments that were removed, oldest first.
     brought_back : list of str
         Segments that were to be removed, and that somebody needed meanwhile.
     leftovers : list of str
@@ -428,7 +428,7 @@ class _Collector:
         goes = self._replan(again, grace=self._plan.grace, doomed=self._plan.doomed).segments
         # Another collection may have aside what lists samples that a segment of ours says were deleted.
         others = set(self.store.aside(self.path)) - set(self.aside)
-        going = [segment for segment in known if segment in goes and not (others and known[segment].deleted)]
+        going = [segment for segment in goes if segment in known and not (others and known[segment].deleted)]
         self._together("Removing", self._drop, going)
         removed = [segment for segment in going if segment not in self.aside]
         self.bring_back()
