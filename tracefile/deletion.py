@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
-from tracefile import documents
-from tracefile.errors import SampleIdError, SampleNotFoundError, TraceError
-from tracefile.format import DEFAULT_CODEC, METADATA_NAME, default_geometry, new_segment_id
-from tracefile.local_store import write_file
+from tracefile.errors import SampleIdError, SampleNotFoundError
+from tracefile.format import DEFAULT_CODEC, default_geometry, new_segment_id
 from tracefile.metadata import SegmentHeader
-from tracefile.segment_writer import this_writer
-from tracefile.store import publish_error, store_for
+from tracefile.publish import building, this_writer, write_document
+from tracefile.store import store_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -58,18 +55,10 @@ def publish_deletion(trace: Trace, deleted: Mapping[str, str], *, after: str = "
         this_writer(),
         deleted=dict(deleted),
     )
-    store, build = store_for(trace.path), ""
-    try:
-        build = store.begin(trace.path, header.id)
-        write_file(os.path.join(build, METADATA_NAME), documents.encode(documents.segment_document(header)), durable)
+    store = store_for(trace.path)
+    with building(trace.path, header.id) as build:
+        write_document(build, header, durable=durable)
         published = store.publish(trace.path, header.id, build, durable=durable)
-        if published is not None:
-            trace._held.append(published)
-    except BaseException as error:
-        if build:
-            store.discard(build)
-        if isinstance(error, OSError) and not isinstance(error, TraceError):
-            raise publish_error(trace.path, error) from error
-        raise
-    finally:
-        store.leave(trace.path)
+    if published is not None:
+        trace._held.append(published)
+    store.leave(trace.path)

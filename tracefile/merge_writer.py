@@ -6,18 +6,16 @@ import itertools
 import os
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tracefile import documents
 from tracefile.encode import EncodedChunk
-from tracefile.errors import DamagedTraceError, SegmentMissingError, StoreError, TraceError
-from tracefile.format import METADATA_NAME, SHARD_NAME, new_segment_id, segment_path
-from tracefile.local_store import write_file
+from tracefile.errors import DamagedTraceError, SegmentMissingError, StoreError
+from tracefile.format import SHARD_NAME, new_segment_id, segment_path
 from tracefile.merge import Block, SameRows, merged_header
-from tracefile.segment_writer import this_writer
+from tracefile.publish import building, this_writer, write_document
 from tracefile.segments import OpenSegment
 from tracefile.shard import CRC_BYTES
 from tracefile.shard_file import ShardFile
 from tracefile.source import merge_ranges
-from tracefile.store import publish_error, read_segment_header, store_for
+from tracefile.store import read_segment_header, store_for
 from tracefile.survey import union
 
 if TYPE_CHECKING:
@@ -96,9 +94,7 @@ class MergeWriter:
         RefusedError, ChangedError, PublishError, StoreError
         """
         path, segment = self._path, new_segment_id()
-        build = ""
-        try:
-            build = self._store.begin(path, segment)
+        with building(path, segment) as build:
             first = next((header for header in group if header.rows), group[0])
             shard_path = os.path.join(build, SHARD_NAME)
             with ShardFile(shard_path, segment, first.geometry, self._header.config.num_layers, self._durable) as shard:
@@ -114,17 +110,10 @@ class MergeWriter:
                 writer=_writer(group),
                 replaces=[header.id for header in group],
             )
-            document = documents.encode(documents.segment_document(merged))
-            write_file(os.path.join(build, METADATA_NAME), document, self._durable)
+            write_document(build, merged, durable=self._durable)
             self._store.upload(path, segment, build)  # which takes time, so before the last look
             check(sources)
             self._store.publish(path, segment, build, durable=self._durable)
-        except BaseException as error:
-            if build:
-                self._store.discard(build)
-            if isinstance(error, OSError) and not isinstance(error, TraceError):
-                raise publish_error(path, error) from error
-            raise
         check_published(path, self._header, merged)
         return merged
 

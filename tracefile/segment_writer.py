@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tracefile import documents
-from tracefile._version import __version__
 from tracefile.encode import SampleEncoder
-from tracefile.errors import SegmentMissingError, TraceError
+from tracefile.errors import SegmentMissingError
 from tracefile.format import (
-    METADATA_NAME,
     SHARD_NAME,
     ChunkGeometry,
     CodecName,
     ModelConfig,
     new_segment_id,
 )
-from tracefile.local_store import write_file
 from tracefile.metadata import SegmentHeader, Span, TraceHeader, WeightRange
 from tracefile.prefixes import PrefixChain, PrefixIndex, Sharing
+from tracefile.publish import building, this_writer, write_document
 from tracefile.read import read_rows
 from tracefile.reclaim import lost_segments
 from tracefile.revision import Kept, entry_of
 from tracefile.runs import Rows, SegmentRef, StoredRun
 from tracefile.shard_file import ShardFile
-from tracefile.store import publish_error, store_for
+from tracefile.store import store_for
 from tracefile.validate import CaptureCheck, ValidateMode, capture_error
 
 if TYPE_CHECKING:
@@ -52,16 +47,6 @@ class _RowsGone(Exception):
     def __init__(self, segments: set[str]) -> None:
         super().__init__(segments)
         self.segments = segments
-
-
-def this_writer() -> dict[str, Any]:
-    """What a segment says of who wrote it."""
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "version": __version__,
-        "created": time.time_ns() // 1000 / 1e6,
-    }
 
 
 class SegmentWriter:
@@ -162,10 +147,9 @@ class SegmentWriter:
         self, samples: Mapping[str, Sequence[Part]], weight_version: int | str | None, num_tokens: int | None
     ) -> list[Rows]:
         path, segment = self._trace.path, new_segment_id()
-        store, build = store_for(path), ""
+        store = store_for(path)
         sharing = Sharing(self._prefixes) if self._prefixes is not None else None
-        try:
-            build = store.begin(path, segment)
+        with building(path, segment) as build:
             shard_path = os.path.join(build, SHARD_NAME)
             begun = {sample: _BegunSample(parts, sharing) for sample, parts in samples.items()}
             longest = max((each.longest for each in begun.values()), default=0)
@@ -197,8 +181,7 @@ class SegmentWriter:
                 () if weight_version is None or not shard.rows else (WeightRange(0, shard.rows, weight_version),),
                 tuple(finding.as_json() for finding in findings),
             )
-            document = documents.encode(documents.segment_document(header))
-            write_file(os.path.join(build, METADATA_NAME), document, self._durable)
+            write_document(build, header, durable=self._durable)
             # What a store wants held of a segment is held from its publication on, and of others from before it.
             if self._quota is not None:
                 self._quota.admit(shard.nbytes)
@@ -218,13 +201,6 @@ class SegmentWriter:
             except _RowsGone:
                 store.delete(path, segment)
                 raise
-        except BaseException as error:
-            if build:
-                store.discard(build)
-                store.leave(path)
-            if isinstance(error, OSError) and not isinstance(error, TraceError):
-                raise publish_error(path, error) from error
-            raise
         if self._quota is not None:
             self._quota.published(segment, shard.nbytes)
         if sharing is not None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections import deque
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from tracefile.errors import ChunkDamagedError
+from tracefile.publish import refusals
 from tracefile.source import MERGED_READ_BYTES
-from tracefile.store import publish_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,19 +104,12 @@ class _Sink:
 
     def write(self, data: memoryview) -> None:
         if self._file is not None:
-            with self._refusals():
+            with refusals(self._trace):
                 self._file.write(data)
-
-    @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise publish_error(self._trace, error) from error
 
     def __enter__(self) -> _Sink:
         if self._path is not None:
-            with self._refusals():
+            with refusals(self._trace):
                 self._file = open(self._path, "xb")
         return self
 
@@ -125,7 +117,7 @@ class _Sink:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._file is not None:
-            with self._refusals(), self._file as file:
+            with refusals(self._trace), self._file as file:
                 if self._durable and kind is None:
                     file.flush()
                     os.fsync(file.fileno())

@@ -9,29 +9,26 @@ needs locks, and readers and writers need no coordination.
 from __future__ import annotations
 
 import abc
-import errno
 import importlib
 import os
-import uuid as uuid_module
 from typing import TYPE_CHECKING, ClassVar
 
 from tracefile import documents
 from tracefile.errors import (
-    ConfigurationMismatchError,
     MetadataDamagedError,
     NotATraceError,
     OptionError,
-    PublishError,
     SegmentMissingError,
     TraceError,
     TraceNotFoundError,
 )
-from tracefile.format import METADATA_NAME, SEGMENTS_NAME, ModelConfig, is_segment_id, segment_path
-from tracefile.metadata import SegmentHeader, TraceHeader
+from tracefile.format import METADATA_NAME, SEGMENTS_NAME, is_segment_id, segment_path
+from tracefile.metadata import SegmentHeader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from tracefile.metadata import TraceHeader
     from tracefile.source import Source, SourceKind
 
 
@@ -262,68 +259,6 @@ def read_trace_header(path: str) -> TraceHeader:
         if documents.is_another_node(raw):
             raise NotATraceError(f"{path} holds another kind of Zarr node, not a trace", path=path) from error
         raise
-
-
-def _existing_header(path: str) -> TraceHeader | None:
-    """The header of the trace at ``path``; ``None`` where one can be created."""
-    try:
-        return read_trace_header(path)
-    except TraceNotFoundError:
-        return None
-    except NotATraceError:
-        if store_for(path).is_vacant(path):
-            return None
-        return read_trace_header(path)  # another writer may have made it one since
-
-
-def create_trace(path: str, config: ModelConfig, *, durable: bool) -> TraceHeader:
-    """Create the trace at ``path``, or join the one that is there.
-
-    Any number of processes may do this at once: it becomes visible whole, and who comes second finds the first one's.
-
-    Raises
-    ------
-    ConfigurationMismatchError
-        The trace that is there has another model configuration.
-    NotATraceError
-        Something else is at the path.
-    PublishError
-        The store refused.
-    """
-    header = _existing_header(path)
-    if header is None:
-        header = TraceHeader(uuid_module.uuid4().hex, config)
-        files = {
-            METADATA_NAME: documents.encode(documents.group_document(header)),
-            f"{SEGMENTS_NAME}/{METADATA_NAME}": documents.encode(documents.group_document()),
-        }
-        try:
-            if not store_for(path).create(path, files, durable=durable):
-                header = read_trace_header(path)
-        except OSError as error:
-            if isinstance(error, TraceError):
-                raise
-            raise publish_error(path, error) from error
-    if header.config != config:
-        raise ConfigurationMismatchError(
-            f"{path} holds {header.config}; this writer was opened with {config}. Write another configuration to"
-            " another path",
-            path=path,
-            ours=config,
-            theirs=header.config,
-        )
-    return header
-
-
-def publish_error(path: str, error: OSError) -> PublishError:
-    remedy = {
-        errno.ENOSPC: "free space or write elsewhere",
-        errno.EDQUOT: "the quota is used up",
-        errno.EACCES: "the trace's parent directory must be writable too, because segments are built beside it",
-        errno.EROFS: "the file system is mounted read-only",
-    }.get(error.errno or 0, "nothing of this segment was published; append again once that is mended")
-    message = f"cannot write to {path}: {error.strerror or error}; {remedy}"
-    return PublishError(message, path=path, errno=error.errno)  # a detail, so that it survives pickling
 
 
 def list_segments(trace_path: str) -> list[str]:

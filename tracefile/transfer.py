@@ -23,9 +23,10 @@ from tracefile.errors import (
 )
 from tracefile.format import METADATA_NAME, SEGMENTS_NAME, SHARD_NAME, new_segment_id, segment_path
 from tracefile.local_store import write_file
+from tracefile.publish import building, refusals
 from tracefile.segments import OpenSegment
 from tracefile.shard_copy import copy_shard
-from tracefile.store import absolute_path, list_segments, publish_error, read_trace_header, store_for
+from tracefile.store import absolute_path, list_segments, read_trace_header, store_for
 from tracefile.survey import Range, take_survey, union
 
 if TYPE_CHECKING:
@@ -196,10 +197,8 @@ class _Copy:
                 raise
             names = METADATA_NAME, f"{SEGMENTS_NAME}/{METADATA_NAME}"
             files = {name: store_for(self.source).read(os.path.join(self.source, name)) for name in names}
-            try:
+            with refusals(self.target):
                 store_for(self.target).create(self.target, files, durable=self.durable)
-            except OSError as refusal:
-                raise refusal if isinstance(refusal, TraceError) else publish_error(self.target, refusal) from refusal
             theirs = read_trace_header(self.target)
         if theirs != self.header:
             raise TraceMismatchError(
@@ -278,10 +277,9 @@ class _Copy:
         return False
 
     def _copy(self, survey: Survey, header: SegmentHeader) -> None:
-        store, build = store_for(self.target), ""
-        try:
-            document = self._read_document(header.id)
-            build = store.begin(self.target, new_segment_id())  # not its own: another copy may be at it, or was killed
+        store, document = store_for(self.target), self._read_document(header.id)
+        # Not under its own name: another copy may be at it, or was killed.
+        with building(self.target, new_segment_id()) as build:
             sound = not header.rows or self._read_all(survey, header, os.path.join(build, SHARD_NAME))
             if not sound and not self.skip_damaged:
                 store.discard(build)
@@ -295,12 +293,6 @@ class _Copy:
                     " it is copied to"
                 )
             store.discard(build)  # another copy was faster
-        except BaseException as error:
-            if build:
-                store.discard(build)
-            if isinstance(error, OSError) and not isinstance(error, TraceError):
-                raise publish_error(self.target, error) from error
-            raise
         self.report.segments += 1
         self.report.bytes += header.shard_bytes if header.rows else 0
 

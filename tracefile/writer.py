@@ -24,6 +24,7 @@ from tracefile.errors import (
 from tracefile.format import DEFAULT_CODEC, MAX_CHUNK_BYTES, ChunkGeometry, ModelConfig, check_codec, default_geometry
 from tracefile.lazy import LazyRoutedExperts
 from tracefile.newest import NewestRevisions
+from tracefile.publish import create_trace
 from tracefile.quota import Quota, check_quota
 from tracefile.revision import (
     Gap,
@@ -41,7 +42,7 @@ from tracefile.runs import TraceRef
 from tracefile.segment_writer import SegmentWriter
 from tracefile.settings import settings
 from tracefile.source import check_source_kind
-from tracefile.store import absolute_path, create_trace, store_for
+from tracefile.store import absolute_path, store_for
 from tracefile.validate import check_validate
 
 if TYPE_CHECKING:
