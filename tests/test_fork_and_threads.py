@@ -74,6 +74,21 @@ print(json.dumps([before, now()]))
     assert "zarr" not in after["modules"]
 
 
+def test_what_one_side_needs_is_imported_when_it_is_asked_for() -> None:
+    run_python(
+        """
+import sys, tracefile
+later = {"tracefile.writer", "tracefile.loader", "tracefile.sharding"}
+assert not later & set(sys.modules)
+assert {"TraceWriter", "MicrobatchLoader", "ShardSpec"} <= set(dir(tracefile))
+assert not hasattr(tracefile, "TraceReader")
+for name in tracefile.__all__:
+    getattr(tracefile, name)
+assert later <= set(sys.modules)
+"""
+    )
+
+
 def test_small_reads_start_no_thread(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tracefile.decode._NATIVE_BYTES_PER_THREAD", 64 * 1024)  # other tests have it lower
     values = _write(path, 1, 100)

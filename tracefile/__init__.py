@@ -1,5 +1,8 @@
 """tracefile: routed experts of MoE rollouts in memory-mapped traces, read lazily by the ranks that need them."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tracefile._version import __version__
 from tracefile.cache import clear_cache
 from tracefile.errors import (
@@ -37,13 +40,15 @@ from tracefile.errors import (
 )
 from tracefile.format import ChunkGeometry, ModelConfig
 from tracefile.lazy import LazyRoutedExperts
-from tracefile.loader import MicrobatchLoader
 from tracefile.segments import process_stats
 from tracefile.settings import Settings, configure, settings
-from tracefile.sharding import ShardSpec
 from tracefile.stats import ReadStats
 from tracefile.trace import Trace, open
-from tracefile.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from tracefile.loader import MicrobatchLoader
+    from tracefile.sharding import ShardSpec
+    from tracefile.writer import TraceWriter
 
 __all__ = [
     "__version__",
@@ -93,3 +98,21 @@ __all__ = [
     "QuotaExceededError",
     "OptionError",
 ]
+
+#: Imported when they are first asked for: rollout workers don't load, learner ranks don't write.
+_LATER = {
+    "MicrobatchLoader": "tracefile.loader",
+    "ShardSpec": "tracefile.sharding",
+    "TraceWriter": "tracefile.writer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
