@@ -30,6 +30,7 @@ from tracefile.compact_plan import Footprint, plan_merges
 from tracefile.format import new_segment_id, staging_path
 from tracefile.local_store import LocalStore
 from tracefile.merge_writer import MergeWriter
+from tracefile.metadata import WeightRange
 from tracefile.store import list_segments
 from tracefile.testing import RetentionHistory, check_same
 from tracefile.verify import verify_trace
@@ -240,7 +241,7 @@ def test_revisions_and_what_writers_do_with_them_later(path: str) -> None:
     assert opened.refresh() == ["a", "c", "b"]
     again = tracefile.open(path)
     for trace in (again, opened):
-        assert trace.weight_versions("a", 0, 24) == [*versions["a"][:1], tracefile.trace.WeightRange(15, 24, 2)]
+        assert trace.weight_versions("a", 0, 24) == [*versions["a"][:1], WeightRange(15, 24, 2)]
         assert trace.weight_versions("c") == [(0, 18, 1), (18, 21, "x")]
         assert trace["a"][:, 0, 0].tolist() == [1] * 15 + [2] * 9 + [4] * 4
         assert trace["c"][:, 0, 0].tolist() == [1] * 18 + [3] * 3

@@ -35,7 +35,7 @@ def delete_samples(trace: Trace, ids: str | Iterable[str], *, missing_ok: bool, 
     if found:
         # Later than what it deletes, also where another host's clock is ahead.
         publish_deletion(
-            trace, dict.fromkeys(found, ""), after=max(map(trace._newest.origin_of, found)), durable=durable
+            trace, dict.fromkeys(found, ""), after=max(map(trace._visible.newest.origin_of, found)), durable=durable
         )
         trace.refresh()
     return found

@@ -201,10 +201,11 @@ def looks(trace: Trace, watcher: Watcher, timeout: float | None) -> Iterator[Map
         damaged: Mapping[str, Exception] = {}
         if names is None or names:
             before, started = len(trace.segments), time.thread_time()
-            damaged = trace._look(names)
+            trace._check_open()
+            damaged = trace._visible.look(names)
             if names is None:
                 cost, news = time.thread_time() - started, len(trace.segments) > before
-                watcher.listed(cost, news=news, whole=not trace._damaged_since)
+                watcher.listed(cost, news=news, whole=not trace._visible.damaged_since)
         yield damaged
 
 
@@ -233,11 +234,11 @@ class Follower(Iterator[tuple[str, LazyRoutedExperts]]):
         while True:
             while self._entries:
                 entry = self._entries.popleft()
-                if trace._newest.entries.get(entry.id) is entry:  # else there is a newer revision
+                if trace._visible.newest.entries.get(entry.id) is entry:  # else there is a newer revision
                     return entry.id, trace[entry.id]
-            if self._segment >= len(trace._arrived):
+            if self._segment >= len(trace._visible.arrived):
                 return None
-            self._entries.extend(trace._arrived[self._segment].samples.values())
+            self._entries.extend(trace._visible.arrived[self._segment].samples.values())
             self._segment += 1
 
     def __next__(self) -> tuple[str, LazyRoutedExperts]:

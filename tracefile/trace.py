@@ -3,52 +3,26 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tracefile.errors import ClosedError, SampleIdError, SampleNotFoundError, SegmentMissingError, WaitTimeoutError
-from tracefile.format import is_segment_id
+from tracefile.errors import ClosedError, SampleIdError, SampleNotFoundError, WaitTimeoutError
 from tracefile.lazy import LazyRoutedExperts
-from tracefile.metadata import WeightRange
-from tracefile.moved import Relocations
-from tracefile.revisions import Newest
 from tracefile.runs import Rows, TraceRef, check_fill
 from tracefile.segments import segment_pool
-from tracefile.source import check_source_kind, is_shared
-from tracefile.store import (
-    absolute_path,
-    list_segments,
-    read_segment_header,
-    read_segment_headers,
-    read_trace_header,
-    store_for,
-)
+from tracefile.source import check_source_kind
+from tracefile.store import absolute_path, read_trace_header, store_for
+from tracefile.visible import VisibleSegments
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
     from types import TracebackType
 
     from tracefile.follow import Follower
     from tracefile.format import ModelConfig
-    from tracefile.metadata import SampleEntry, SegmentHeader
+    from tracefile.metadata import SampleEntry, SegmentHeader, WeightRange
     from tracefile.stats import ReadStats
-
-#: For how many seconds a segment may be damaged before a follower says so: a network file system can show a rename
-#: before it shows what was renamed, and what is being deleted goes file by file.
-_DAMAGE_GRACE_SECONDS = 1.0
-
-_taking_in = threading.Lock()
-
-
-def _after_fork() -> None:
-    global _taking_in
-    _taking_in = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class Trace(Mapping[str, LazyRoutedExperts]):
@@ -70,11 +44,7 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         self.fill = check_fill(fill)
         self._header = read_trace_header(self.path)
         self._ref = TraceRef(self.path, self._header.uuid, check_source_kind(source))
-        self.segments: dict[str, SegmentHeader] = {}
-        self._newest = Newest()
-        self._arrived: list[SegmentHeader] = []  # in the order in which they were seen, for followers
-        self._relocations: Relocations | None = None  # of the segments; made when one is missing
-        self._damaged_since: dict[str, float] = {}
+        self._visible = VisibleSegments(self.path, self._header)
         self._held: list[object] = []  # what keeps deletions alive where segments live by being referred to
         self._closed = False
         self.refresh()
@@ -86,6 +56,10 @@ class Trace(Mapping[str, LazyRoutedExperts]):
     @property
     def config(self) -> ModelConfig:
         return self._header.config
+
+    @property
+    def segments(self) -> dict[str, SegmentHeader]:
+        return self._visible.segments
 
     def refresh(self) -> list[str]:
         """See what was committed since the trace was opened or refreshed.
@@ -100,77 +74,7 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         MetadataDamagedError, FormatVersionError, ClosedError
         """
         self._check_open()
-        began = time.monotonic()
-        while True:
-            # All of them are read before any is taken in: a damaged one must not make the others pass for seen.
-            new, damaged = self._read_new(list_segments(self.path))
-            if not damaged:
-                return self._take_in(new)
-            if time.monotonic() - began >= _DAMAGE_GRACE_SECONDS or not self._on_shared_file_system():
-                raise next(iter(damaged.values()))
-            time.sleep(_DAMAGE_GRACE_SECONDS / 20)
-
-    def _on_shared_file_system(self) -> bool:
-        directory = store_for(self.path).watched_directory(self.path)
-        return directory is not None and is_shared(directory)
-
-    def _read_new(self, segments: Iterable[str]) -> tuple[dict[str, SegmentHeader], dict[str, Exception]]:
-        """Of the segments that were not seen yet: the documents of the sound ones, and what is wrong with others."""
-        new: dict[str, SegmentHeader] = {}
-        damaged: dict[str, Exception] = {}
-        unseen = [segment for segment in segments if segment not in self.segments]
-        gone: set[str] = set()
-        while unseen:
-            before = len(gone)
-            for segment, found in read_segment_headers(self.path, self._header, unseen).items():
-                if isinstance(found, SegmentMissingError) and store_for(self.path).is_gone(self.path, segment):
-                    gone.add(segment)  # deleted since it was listed
-                elif isinstance(found, Exception):
-                    damaged[segment] = found
-                else:
-                    new[segment] = found
-            # What replaces a segment that is gone may be newer than the listing.
-            seen = {*self.segments, *new, *damaged, *gone}
-            listed = list_segments(self.path) if len(gone) > before else []
-            unseen = [segment for segment in listed if segment not in seen]
-        return new, damaged
-
-    def _take_in(self, new: dict[str, SegmentHeader]) -> list[str]:
-        """Add segments; the ids of samples that are new or have a newer revision."""
-        # `segments` last: what is interrupted before that is read and taken in again.
-        with _taking_in:
-            new = {segment: header for segment, header in new.items() if segment not in self.segments}
-            if not self.segments or not new or min(new) > next(reversed(self.segments)):
-                for header in new.values():
-                    self._newest.add(header)
-                self._arrived.extend(new.values())
-                self.segments.update(new)
-            else:
-                # A segment that was begun earlier was committed later: they are listed in the order of their ids.
-                segments = dict(sorted((self.segments | new).items()))
-                self._newest = Newest(segments.values(), known=self._newest)
-                self._arrived.extend(new.values())
-                self.segments = segments
-            self._relocations = None
-        return list(
-            dict.fromkeys(
-                sample
-                for header in new.values()
-                for sample, entry in header.samples.items()
-                if self._newest.entries.get(sample) is entry
-            )
-        )
-
-    def _look(self, names: list[str] | None) -> dict[str, Exception]:
-        """Take in what is sound of the named segments, or of all; what is damaged, and has been for a while."""
-        self._check_open()
-        listed = list_segments(self.path) if names is None else sorted(filter(is_segment_id, names))
-        new, damaged = self._read_new(listed)
-        self._take_in(new)
-        now = time.monotonic()
-        since = {segment: self._damaged_since.get(segment, now) for segment in damaged}
-        self._damaged_since = since if names is None else self._damaged_since | since
-        return {segment: error for segment, error in damaged.items() if now - since[segment] >= _DAMAGE_GRACE_SECONDS}
+        return self._visible.refresh()
 
     def wait(self, ids: str | Iterable[str], timeout: float | None = None) -> list[LazyRoutedExperts]:
         """Wait until samples are committed, by any process on any host, and :meth:`refresh` the trace meanwhile.
@@ -219,7 +123,7 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         missing = list(dict.fromkeys(wanted))
         with watch_segments(self) as watcher:
             for damaged in looks(self, watcher, timeout):
-                missing = [sample for sample in missing if sample not in self._newest.entries]
+                missing = [sample for sample in missing if sample not in self._visible.newest.entries]
                 if not missing:
                     return [self[sample] for sample in wanted]
                 self._check_open()
@@ -291,7 +195,7 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         from tracefile.follow import Follower
 
         self._check_open()
-        return Follower(self, 0 if existing else len(self._arrived), timeout, stop)
+        return Follower(self, 0 if existing else len(self._visible.arrived), timeout, stop)
 
     def entry(self, sample_id: str) -> SampleEntry:
         """Where a sample's rows are.
@@ -302,10 +206,10 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         """
         self._check_open()
         try:
-            return self._newest.entries[sample_id]
+            return self._visible.newest.entries[sample_id]
         except KeyError:
             why = f"has no sample {sample_id!r} among {len(self)}; if it was committed since, call refresh()"
-            if self._newest.deleted_with(sample_id) is not None:
+            if self._visible.newest.deleted_with(sample_id) is not None:
                 why = f"has no sample {sample_id!r} any more: it was deleted; if it was appended again, call refresh()"
             raise SampleNotFoundError(f"{self.path} {why}", path=self.path, sample=sample_id) from None
 
@@ -380,51 +284,20 @@ class Trace(Mapping[str, LazyRoutedExperts]):
         >>> tracefile.open(path).weight_versions("a")
         [WeightRange(start=0, stop=4, version=3), WeightRange(start=4, stop=8, version=4)]
         """
-        entry = self.entry(sample_id)
-        stop = entry.rows if stop is None else min(stop, entry.rows)
-        ranges: list[WeightRange] = []
-        first = 0
-        if not self._has_segments_of(entry):
-            self.refresh()
-        for span in self._located(entry).spans:
-            header = self.segments.get(span.segment)
-            if header is None:
-                header = read_segment_header(self.path, self._header, span.segment)
-            for low, high, version in header.versions_of(span):
-                low, high = max(first + low, start), min(first + high, stop)
-                if low >= high:
-                    continue
-                if ranges and ranges[-1].version == version:
-                    ranges[-1] = WeightRange(ranges[-1].start, high, version)
-                else:
-                    ranges.append(WeightRange(low, high, version))
-            first += span.stop - span.start
-        return ranges
-
-    def _has_segments_of(self, entry: SampleEntry) -> bool:
-        return all(span.segment in self.segments for span in entry.spans)
-
-    def _located(self, entry: SampleEntry) -> SampleEntry:
-        """With the spans that lay in segments which were replaced, as far as the trace has seen, where they are now."""
-        if self._has_segments_of(entry):
-            return entry
-        relocations = self._relocations
-        if relocations is None:
-            self._relocations = relocations = Relocations.of(self.segments.values())
-        return replace(entry, spans=tuple(piece for span in entry.spans for piece in relocations.resolve(span)))
+        return self._visible.weight_versions(self.entry(sample_id), start, stop)
 
     def __getitem__(self, sample_id: str) -> LazyRoutedExperts:
-        rows = Rows.of_sample(self._located(self.entry(sample_id)), self._ref, store_for(self.path).handle)
+        rows = Rows.of_sample(self._visible.locate(self.entry(sample_id)), self._ref, store_for(self.path).handle)
         return LazyRoutedExperts.from_rows(rows, self.config, fill=self.fill)
 
     def __contains__(self, sample_id: object) -> bool:
-        return sample_id in self._newest.entries
+        return sample_id in self._visible.newest.entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._newest.entries)
+        return iter(self._visible.newest.entries)
 
     def __len__(self) -> int:
-        return len(self._newest.entries)
+        return len(self._visible.newest.entries)
 
     @property
     def stats(self) -> ReadStats:

@@ -122,7 +122,7 @@ def _cuda_bytes() -> dict[str, float]:
 
 def _trace_size(trace: Trace) -> dict[str, float]:
     config = trace.config
-    samples = list(trace._newest.entries.values())  # copied: another thread may refresh the trace, or close it
+    samples = list(trace._visible.newest.entries.values())  # copied: another thread may refresh the trace, or close it
     rows = sum(sample.rows for sample in samples)
     return {
         "trace_int32_bytes": rows * config.num_layers * config.top_k * 4,
