@@ -18,10 +18,11 @@ from tracefile.errors import (
     LazyTensorError,
     OptionError,
 )
+from tracefile.fill import check_fill
 from tracefile.format import ModelConfig
 from tracefile.functions import shortcut
 from tracefile.materialize import holds, materialize, materialize_into, widened
-from tracefile.runs import Rows, check_fill, decode_rows, encode_rows
+from tracefile.runs import Rows, decode_rows, encode_rows
 from tracefile.schedule import check_stage
 from tracefile.selection import Selection
 

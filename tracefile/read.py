@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tracefile.cache import chunk_cache
 from tracefile.decode import decode
+from tracefile.fill import render_missing
 from tracefile.moved import where_they_are
 from tracefile.plan import Plan
-from tracefile.runs import MissingRun, PaddingRun, Rows, StoredRun, render_missing
+from tracefile.runs import MissingRun, PaddingRun, Rows, StoredRun
 from tracefile.segments import in_threads, segment_pool
 from tracefile.stats import ReadStats
 

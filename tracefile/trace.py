@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tracefile.errors import ClosedError, SampleIdError, SampleNotFoundError, WaitTimeoutError
+from tracefile.fill import check_fill
 from tracefile.lazy import LazyRoutedExperts
-from tracefile.runs import Rows, TraceRef, check_fill
+from tracefile.runs import Rows, TraceRef
 from tracefile.segments import segment_pool
 from tracefile.source import check_source_kind
 from tracefile.store import absolute_path, read_trace_header, store_for

@@ -66,9 +66,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tracefile.errors import OptionError
+from tracefile.fill import check_fill
 from tracefile.lazy import LazyRoutedExperts
 from tracefile.loader import MicrobatchLoader
-from tracefile.runs import check_fill
 from tracefile.writer import TraceWriter
 
 if TYPE_CHECKING:
