@@ -2,10 +2,6 @@
 
 obstore retries what fails on the way: connections, 5xx answers, timeouts. What it can't know is asked for again
 here: an answer that is shorter than what was asked for. Everything ends within ``retry_timeout``.
-
-obstore runs on threads of its own that do not survive a fork: in a child of a process that has used it, its first
-request would wait for ever. A child therefore loads the extension once more, under another name, which gives it
-fresh ones (30 ms, 7 MB).
 """
 
 from __future__ import annotations
@@ -15,25 +11,22 @@ import atexit
 import contextlib
 import errno
 import functools
-import importlib
-import importlib.machinery
-import importlib.util
-import os
 import pathlib
 import re
 import sys
-import tempfile
 import threading
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from tracefile.errors import OptionError, StoreError
+from tracefile.errors import StoreError
 from tracefile.forking import tell_after_fork
-from tracefile.settings import on_change, settings
+from tracefile.object_library import first_line, load_obstore, new_store, time_limit
+from tracefile.settings import on_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
+
+    from tracefile.object_library import Obstore
 
 T = TypeVar("T")
 
@@ -44,13 +37,6 @@ _CONCURRENCY = 64
 _DELETED_AT_ONCE = 500
 _PART_BYTES = 8 * 1024 * 1024
 _PARTS_AT_ONCE = 4
-#: What obstore is told unless the user says otherwise: seconds without an answer, or without more of it, end a try.
-_CLIENT_OPTIONS: dict[str, Any] = {"connect_timeout": 5, "read_timeout": 15, "timeout": 60}
-_RETRY_CONFIG: dict[str, Any] = {"max_retries": 8, "retry_timeout": 60}
-_ENVIRONMENT_OPTIONS = (
-    "allow_http", "allow_invalid_certificates", "connect_timeout", "read_timeout", "timeout", "proxy_url",
-    "proxy_ca_certificate", "proxy_excludes", "user_agent",
-)  # fmt: skip
 
 
 class Place(NamedTuple):
@@ -92,21 +78,13 @@ class ObjectMoved(Exception):
     """An object has another size than it was published with: the argument."""
 
 
-class _Obstore(NamedTuple):
-    """obstore's modules, in the copy that this process can use."""
-
-    package: Any
-    store: Any
-    exceptions: Any
-
-
 class ObjectClient:
     """All requests of a process. Nothing is imported or started before the first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stale = False
-        self._obstore: _Obstore | None = None
+        self._obstore: Obstore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._slots: asyncio.Semaphore | None = None
@@ -155,53 +133,22 @@ class ObjectClient:
         loop.call_soon_threadsafe(cancel)
         thread.join(1)
 
-    def obstore(self) -> _Obstore:
-        """
-        Raises
-        ------
-        OptionError
-            It is not installed.
-        """
+    def obstore(self) -> Obstore:
+        """obstore's modules; see :func:`tracefile.object_library.load_obstore`."""
         with self._lock:
             if self._obstore is None:
-                try:
-                    self._obstore = _fresh_obstore() if self._stale else _imported_obstore()
-                except ImportError as error:
-                    raise OptionError(
-                        "traces in object stores need obstore: pip install 'tracefile[object-store]'"
-                    ) from error
+                self._obstore = load_obstore(stale=self._stale)
             return self._obstore
 
     def _store(self, bucket: str) -> Any:
         """obstore's client of a bucket."""
         found = self._stores.get(bucket)
         if found is None:
-            options = settings().object_store_options
-            arguments: dict[str, Any] = {
-                "client_options": _durations(
-                    _CLIENT_OPTIONS | _environment_options(bucket) | dict(options.get("client_options", {}))
-                ),
-                "retry_config": _durations(_RETRY_CONFIG | dict(options.get("retry_config", {}))),
-            }
-            if not bucket.startswith("http"):
-                arguments["config"] = dict(options.get("config", {}))
-            obstore = self.obstore()
-            try:
-                found = obstore.store.from_url(bucket, **arguments)
-            except (obstore.exceptions.BaseError, TypeError, ValueError) as error:
-                raise OptionError(f"obstore does not accept {bucket} ({_first_line(error)})") from error
-            self._stores[bucket] = found
+            found = self._stores[bucket] = new_store(self.obstore(), bucket)
         return found
 
-    @staticmethod
-    def time_limit() -> float:
-        """How long a request may be tried, in seconds."""
-        limit = settings().object_store_options.get("retry_config", {}).get("retry_timeout")
-        limit = _RETRY_CONFIG["retry_timeout"] if limit is None else limit
-        return float(limit.total_seconds() if isinstance(limit, timedelta) else limit)
-
     async def _ask(
-        self, where: Place, request: Callable[[_Obstore, Any], Coroutine[Any, Any, T]], *, limited: bool = True
+        self, where: Place, request: Callable[[Obstore, Any], Coroutine[Any, Any, T]], *, limited: bool = True
     ) -> T:
         """One request, within its time and its turn; errors as an OSError, but for those of no request."""
         obstore, store = self.obstore(), self._store(where.bucket)
@@ -209,15 +156,15 @@ class ObjectClient:
         assert self._slots is not None
         async with self._slots:
             try:
-                async with asyncio.timeout(self.time_limit() if limited else None):
+                async with asyncio.timeout(time_limit() if limited else None):
                     return await request(obstore, store)
             except FileNotFoundError:
                 raise FileNotFoundError(errno.ENOENT, "no such object", str(where)) from None
             except TimeoutError:
-                raise _no_answer(where, f"nothing within {self.time_limit():g} s", 1) from None
+                raise _no_answer(where, f"nothing within {time_limit():g} s", 1) from None
             except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
                 raise StoreError(
-                    f"{where}: the store refuses these credentials ({_first_line(error)}); see what the environment"
+                    f"{where}: the store refuses these credentials ({first_line(error)}); see what the environment"
                     " or object_store_options give obstore",
                     path=str(where),
                     attempts=1,
@@ -225,10 +172,10 @@ class ObjectClient:
                 ) from error
             except (exceptions.NotSupportedError, exceptions.InvalidPathError, NotImplementedError) as error:
                 raise StoreError(
-                    f"{where}: this store cannot do that ({_first_line(error)})", path=str(where), attempts=1
+                    f"{where}: this store cannot do that ({first_line(error)})", path=str(where), attempts=1
                 ) from error
             except exceptions.GenericError as error:
-                tries = re.search(r"after (\d+) retries", why := _first_line(error))
+                tries = re.search(r"after (\d+) retries", why := first_line(error))
                 raise _no_answer(where, why, 1 + int(tries[1]) if tries else 1) from error
 
     async def get(self, url: str, start: int = 0, stop: int | None = None, *, size: int | None = None) -> Fetched:
@@ -249,7 +196,7 @@ class ObjectClient:
         where = Place.of(url)
         options = None if stop is None else {"range": (start, stop)}
 
-        async def once(obstore: _Obstore, store: Any) -> Fetched:
+        async def once(obstore: Obstore, store: Any) -> Fetched:
             for _ in range(_TRIES):
                 result = await obstore.package.get_async(store, where.key, options=options)
                 whole = int(result.meta["size"])
@@ -259,7 +206,7 @@ class ObjectClient:
                 try:
                     data = memoryview(await result.bytes_async())
                 except obstore.exceptions.GenericError as error:
-                    why = _first_line(error)
+                    why = first_line(error)
                 else:
                     if len(data) == wanted:
                         return Fetched(data, whole)
@@ -331,7 +278,7 @@ class ObjectClient:
         where = Place.of(url)
         exists = self.obstore().exceptions.AlreadyExistsError
 
-        async def once(obstore: _Obstore, store: Any) -> bool:
+        async def once(obstore: Obstore, store: Any) -> bool:
             try:
                 await obstore.package.put_async(store, where.key, data, mode="create")
             except exists:
@@ -357,7 +304,7 @@ class ObjectClient:
         """The objects below ``url``, by names relative to it."""
         where = Place.of(url)
 
-        async def once(obstore: _Obstore, store: Any) -> list[Listed]:
+        async def once(obstore: Obstore, store: Any) -> list[Listed]:
             found: list[Listed] = []
             above = len(where.key.split("/"))
             async for batch in obstore.package.list(store, prefix=where.key, chunk_size=limit or 1000):
@@ -375,7 +322,7 @@ class ObjectClient:
             await self._ask(Place.of(urls[first]), functools.partial(_delete, keys))
 
 
-async def _delete(keys: Sequence[str], obstore: _Obstore, store: Any) -> None:
+async def _delete(keys: Sequence[str], obstore: Obstore, store: Any) -> None:
     try:
         await obstore.package.delete_async(store, keys)
     except FileNotFoundError:  # of one of them; the others may be there still
@@ -396,74 +343,6 @@ def _no_answer(where: Place, why: str, attempts: int) -> StoreError:
         attempts=attempts,
         errno=errno.EIO,
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0].strip()
-
-
-def _environment_options(bucket: str) -> dict[str, Any]:
-    """What obstore would take from the environment, were it not told any client options."""
-    scheme = bucket.partition("://")[0]
-    if scheme.startswith("http"):
-        return {"allow_http": scheme == "http"}
-    prefix = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}.get(scheme, "AZURE")
-    found: dict[str, Any] = {}
-    for name in _ENVIRONMENT_OPTIONS:
-        text = os.environ.get(f"{prefix}_{name.upper()}")
-        if text is not None:
-            found[name] = text.lower() in ("1", "true", "yes", "on") if name.startswith("allow_") else text
-    return found
-
-
-def _durations(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds as obstore wants them."""
-    times = {"connect_timeout", "read_timeout", "timeout", "pool_idle_timeout", "retry_timeout"}
-    times |= {"init_backoff", "max_backoff"}
-    result: dict[str, Any] = {}
-    for name, value in options.items():
-        if name in times and isinstance(value, int | float):
-            result[name] = timedelta(seconds=value)
-        else:
-            result[name] = _durations(value) if name == "backoff" else value
-    return result
-
-
-def _imported_obstore() -> _Obstore:
-    return _Obstore(*map(importlib.import_module, ("obstore", "obstore.store", "obstore.exceptions")))
-
-
-def _fresh_obstore() -> _Obstore:
-    """A copy of obstore that shares nothing with the one that was there before the fork, which stays as it is."""
-    original = sys.modules["obstore._obstore"].__file__
-    assert original is not None
-    mine = {name: module for name, module in sys.modules.items() if f"{name}.".startswith("obstore.")}
-    with contextlib.ExitStack() as stack:
-        # The loader of libraries tells them apart by their files.
-        if hasattr(os, "memfd_create"):
-            file = stack.enter_context(open(os.memfd_create("obstore"), "wb"))
-            path = f"/proc/self/fd/{file.fileno()}"
-        else:
-            file = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".so"))  # type: ignore[arg-type]
-            path = file.name
-        with open(original, "rb") as library:
-            while piece := library.read(1024 * 1024):
-                file.write(piece)
-        file.flush()
-        for name in mine:
-            del sys.modules[name]
-        try:
-            loader = importlib.machinery.ExtensionFileLoader("obstore._obstore", path)
-            spec = importlib.util.spec_from_loader("obstore._obstore", loader)
-            assert spec is not None
-            module = importlib.util.module_from_spec(spec)
-            loader.exec_module(module)
-            sys.modules["obstore._obstore"] = module
-            return _imported_obstore()
-        finally:
-            for name in [name for name in sys.modules if f"{name}.".startswith("obstore.")]:
-                del sys.modules[name]
-            sys.modules.update(mine)
 
 
 #: The requests of this process.

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tracefile.errors import NotATraceError, OptionError, StoreError
 from tracefile.format import METADATA_NAME, is_segment_id, new_segment_id, segment_path
 from tracefile.object_client import client
+from tracefile.object_library import time_limit
 from tracefile.reclaim import Leftover, ReclaimingStore
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class ObjectReclaim(ReclaimingStore):
         """
 
     def settle(self, trace: str) -> float:
-        return _REQUESTS_TO_PUBLISH * client.time_limit()
+        return _REQUESTS_TO_PUBLISH * time_limit()
 
     def changed(self, path: str) -> float:
         return client.run(client.stat(path)).changed
