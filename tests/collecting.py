@@ -10,13 +10,15 @@ import torch
 from support import ids_of
 
 import tracefile
-from tracefile.collect import GcResult, collect
+from tracefile.collect import collect
 from tracefile.verify import verify_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import pytest
+
+    from tracefile.gc_result import GcResult
 
 SMALL = {"num_layers": 4, "top_k": 2, "num_experts": 64}
 DAY = 86_400.0

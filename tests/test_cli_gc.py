@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import tracefile
 from tracefile.cli import app
-from tracefile.collect import GcResult
+from tracefile.gc_result import GcResult
 from tracefile.store import list_segments
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from typer.testing import CliRunner
 import tracefile
 from tracefile import object_reclaim
 from tracefile.cli import app
-from tracefile.collect import GcResult, collect
+from tracefile.collect import collect
 from tracefile.format import new_segment_id
 from tracefile.object_client import ObjectClient, client
 from tracefile.object_store import ObjectStore
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from object_server import S3Bucket
+
+    from tracefile.gc_result import GcResult
 
 
 store = ObjectStore()

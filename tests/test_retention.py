@@ -30,7 +30,7 @@ from support import Faults, fork, in_fork, join
 
 import tracefile
 from tracefile import format as format_module
-from tracefile.collect import GcResult, collect
+from tracefile.collect import collect
 from tracefile.format import ChunkGeometry, ModelConfig, staging_path
 from tracefile.local_store import LocalStore
 from tracefile.metadata import Moved, SampleEntry, SegmentHeader, Span, TraceHeader
@@ -42,6 +42,7 @@ from tracefile.survey import Survey
 from tracefile.verify import verify_trace
 
 if TYPE_CHECKING:
+    from tracefile.gc_result import GcResult
     from tracefile.reclaim import ReclaimingStore
 
 

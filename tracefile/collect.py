@@ -6,12 +6,13 @@ import contextlib
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tracefile.deletion import publish_deletion
 from tracefile.errors import DamagedTraceError, NotATraceError, OptionError, TraceError, TraceNotFoundError
 from tracefile.format import METADATA_NAME
+from tracefile.gc_result import GcResult, TraceResult
 from tracefile.reclaim import reclaiming_store
 from tracefile.retention import (
     GRACE_SECONDS,
@@ -39,74 +40,6 @@ OnProgress: TypeAlias = "Callable[[str, int, int], None]"
 _BATCH = 16
 #: Segments that are set aside, or removed, at a time where that takes round trips.
 _THREADS = 16
-
-
-@dataclass(slots=True)
-class TraceResult:
-    """What became of one trace.
-
-    Attributes
-    ----------
-    path : str
-    deleted_by : str or None
-        The rule by which the whole trace was deleted.
-    total_bytes : int
-        Of its shard files before.
-    freed_bytes : int
-        Of shard files and leftovers.
-    samples : list of str
-        Samples that were deleted.
-    segments : list of str
-        Segments that were removed, oldest first.
-    brought_back : list of str
-        Segments that were to be removed, and that somebody needed meanwhile.
-    leftovers : list of str
-        What was removed of what killed processes left.
-    partial_segments, partial_bytes : int
-        Segments of which some rows are needed no more, and about what compaction would free of them.
-    error : str or None
-        Why the trace was left as it is.
-    """
-
-    path: str
-    deleted_by: str | None = None
-    total_bytes: int = 0
-    freed_bytes: int = 0
-    samples: list[str] = field(default_factory=list)
-    segments: list[str] = field(default_factory=list)
-    brought_back: list[str] = field(default_factory=list)
-    leftovers: list[str] = field(default_factory=list)
-    partial_segments: int = 0
-    partial_bytes: int = 0
-    error: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
-
-@dataclass(slots=True)
-class GcResult:
-    """What :func:`collect` did, or would do.
-
-    Attributes
-    ----------
-    traces : list of TraceResult
-        Oldest first.
-    ordered_by : {"step", "time"} or None
-        How traces were told old from new: by the step numbers in their names, or by their newest data.
-    swept : list of str
-        Names of traces that were gone, and of which something was left.
-    """
-
-    traces: list[TraceResult] = field(default_factory=list)
-    ordered_by: str | None = None
-    swept: list[str] = field(default_factory=list)
-
-    @property
-    def freed_bytes(self) -> int:
-        """Bytes of shard files and leftovers."""
-        return sum(trace.freed_bytes for trace in self.traces)
 
 
 @dataclass(frozen=True, slots=True)

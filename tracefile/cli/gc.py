@@ -20,7 +20,7 @@ from tracefile.retention import GRACE_SECONDS, UNFINISHED_SECONDS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tracefile.collect import GcResult, TraceResult
+    from tracefile.gc_result import GcResult, TraceResult
 
 EPILOG = "Exit codes: 0 done, 1 a trace is damaged and was left as it is, 2 wrong usage, or not a trace."
 
