@@ -182,6 +182,36 @@ def default_geometry(config: ModelConfig) -> ChunkGeometry:
     return ChunkGeometry(layers, max(8, 2 ** max(0, round(math.log2(rows)))))
 
 
+def chosen_geometry(
+    config: ModelConfig, layers_per_chunk: int | None = None, rows_per_chunk: int | None = None
+) -> ChunkGeometry:
+    """What a user says of the chunk geometry, and the default of what is left open.
+
+    Raises
+    ------
+    OptionError
+        There are no such chunks, or they would be too large.
+
+    Examples
+    --------
+    >>> chosen_geometry(ModelConfig(num_layers=47, top_k=4, num_experts=64), rows_per_chunk=256)
+    ChunkGeometry(layers_per_chunk=12, rows_per_chunk=256)
+    """
+    default = default_geometry(config)
+    chosen = ChunkGeometry(
+        default.layers_per_chunk if layers_per_chunk is None else layers_per_chunk,
+        default.rows_per_chunk if rows_per_chunk is None else rows_per_chunk,
+    )
+    chosen = ChunkGeometry(min(chosen.layers_per_chunk, config.num_layers), chosen.rows_per_chunk)
+    nbytes = chosen.chunk_bytes(config)
+    if nbytes > MAX_CHUNK_BYTES:
+        raise OptionError(
+            f"chunks of {chosen.layers_per_chunk} layers x {chosen.rows_per_chunk} rows hold {nbytes:,} bytes; the"
+            f" most is {MAX_CHUNK_BYTES:,}"
+        )
+    return chosen
+
+
 @dataclass(frozen=True, slots=True)
 class BloscSettings:
     cname: str

@@ -21,7 +21,7 @@ from tracefile.errors import (
     SampleIdError,
     SampleNotFoundError,
 )
-from tracefile.format import DEFAULT_CODEC, MAX_CHUNK_BYTES, ChunkGeometry, ModelConfig, check_codec, default_geometry
+from tracefile.format import DEFAULT_CODEC, ModelConfig, check_codec, chosen_geometry
 from tracefile.lazy import LazyRoutedExperts
 from tracefile.newest import NewestRevisions
 from tracefile.publish import create_trace
@@ -138,17 +138,7 @@ class TraceWriter:
         self.config = ModelConfig(num_layers, top_k, num_experts, () if layer_ids is None else tuple(layer_ids))
         self.codec = check_codec(codec)
         self.durable = durable
-        default = default_geometry(self.config)
-        chosen = ChunkGeometry(
-            default.layers_per_chunk if layers_per_chunk is None else layers_per_chunk,
-            default.rows_per_chunk if rows_per_chunk is None else rows_per_chunk,
-        )
-        self.geometry = ChunkGeometry(min(chosen.layers_per_chunk, self.config.num_layers), chosen.rows_per_chunk)
-        if self.geometry.chunk_bytes(self.config) > MAX_CHUNK_BYTES:
-            raise OptionError(
-                f"chunks of {self.geometry.layers_per_chunk} layers x {self.geometry.rows_per_chunk} rows hold"
-                f" {self.geometry.chunk_bytes(self.config):,} bytes; the most is {MAX_CHUNK_BYTES:,}"
-            )
+        self.geometry = chosen_geometry(self.config, layers_per_chunk, rows_per_chunk)
         kind = check_source_kind(source)
         quota_bytes = settings().quota_bytes if quota_bytes is None else quota_bytes
         check_quota(quota_bytes, quota, quota_timeout)
