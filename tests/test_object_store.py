@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import http.server
 import json
@@ -24,10 +25,12 @@ from typer.testing import CliRunner
 import tracefile
 from tracefile import errors, node_cache, object_store
 from tracefile.cli import app
+from tracefile.findings import Tally
 from tracefile.object_client import client
 from tracefile.runs import Rows, SegmentRef, StoredRun
 from tracefile.segments import segment_pool
 from tracefile.store import store_for
+from tracefile.verify import verify_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -570,6 +573,28 @@ def test_verify_looks_at_the_store(bucket: S3Bucket, url: str, cache: str) -> No
     data[100] ^= 1
     bucket.objects[key] = bytes(data)
     assert CliRunner().invoke(app, ["verify", url]).exit_code == 1
+
+
+def test_verify_reads_segments_together(bucket: S3Bucket, url: str) -> None:
+    """What it finds comes in the order of the segments; who wants no more of it does not wait for the rest."""
+    with tracefile.TraceWriter(url, **SMALL) as writer:
+        for number in range(16):
+            writer.append(f"s{number}", ids_of(f"s{number}", 50, **SMALL))
+    keys = sorted(key for key in bucket.objects.names() if key.endswith("c/0/0/0"))
+    for number in (12, 3, 7):
+        data = bytearray(bucket.objects[keys[number]])
+        data[100] ^= 1
+        bucket.objects[keys[number]] = bytes(data)
+    tally = Tally()
+    with bucket.proxy.rounds() as asked:
+        found = list(verify_trace(url, tally=tally))
+    assert [each.samples[0].sample for each in found] == ["s3", "s7", "s12"]
+    assert (tally.chunks, tally.total_chunks) == (16, 16)
+    # One after another, it would be four for each segment.
+    assert max(each.round for each in asked) <= 24
+    with bucket.proxy.counted() as asked, contextlib.closing(verify_trace(url)) as findings:
+        assert next(findings).samples[0].sample == "s3"
+    assert {key for key in keys if any(key == each.key for each in asked)} < set(keys)
 
 
 def test_the_cache_keeps_to_its_limit(tmp_path: Path) -> None:
