@@ -86,7 +86,6 @@ class TraceWriter:
     async_threads : int
         How many appends of coroutines are carried out at once. With one, the default, in the order of the calls;
         more are for file systems that take long to answer.
-
     quota_bytes : int, optional
         What the shard files of the trace may take, by all of its writers; default ``tracefile.settings().quota_bytes``,
         which is none. Writers do not lock each other out: each may publish the one segment that it is at.
@@ -196,6 +195,9 @@ class TraceWriter:
         weight_version : int or str, optional
             The version of the policy's weights that made the new rows; see :meth:`Trace.weight_versions
             <tracefile.trace.Trace.weight_versions>`. Rows that are not written again keep theirs.
+        num_tokens : int, optional
+            Tokens of the whole sample. Engines return a row for each, or one fewer: another count is a sign of a bad
+            capture.
 
         Returns
         -------
