@@ -24,7 +24,7 @@ from support import fork, ids_of, in_fork, join, run_python
 import tracefile
 from tracefile import follow as follow_module
 from tracefile import format as format_module
-from tracefile import trace as trace_module
+from tracefile import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -150,15 +150,15 @@ def test_a_commit_right_after_the_first_listing(
     path: str, writer: tracefile.TraceWriter, monkeypatch: pytest.MonkeyPatch, watch_only: None
 ) -> None:
     trace = tracefile.open(path)
-    real = trace_module.list_segments
+    real = visible.list_segments
 
     def list_segments(name: str) -> list[str]:
         listed = real(name)
-        monkeypatch.setattr(trace_module, "list_segments", real)
+        monkeypatch.setattr(visible, "list_segments", real)
         _append(writer, "after")
         return listed
 
-    monkeypatch.setattr(trace_module, "list_segments", list_segments)
+    monkeypatch.setattr(visible, "list_segments", list_segments)
     assert _check([next(trace.follow())]) == ["after"]
 
 
@@ -277,14 +277,14 @@ def test_how_often_the_directory_is_listed(
     if changed == "long ago":
         os.utime(os.path.join(path, "segments"), (1e9, 1e9))
     listed = 0
-    real = trace_module.list_segments
+    real = visible.list_segments
 
     def list_segments(name: str) -> list[str]:
         nonlocal listed
         listed += 1
         return real(name)
 
-    monkeypatch.setattr(trace_module, "list_segments", list_segments)
+    monkeypatch.setattr(visible, "list_segments", list_segments)
     assert _check(trace.follow(timeout=0.3)) == []
     if way == "polling" and changed == "now":
         assert 3 <= listed <= 20
@@ -343,7 +343,7 @@ def test_damage_does_not_hide_what_is_sound(
     way: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trace_module, "_DAMAGE_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(visible, "_DAMAGE_GRACE_SECONDS", 0.3)
     trace, mend = damaged
     follower = trace.follow()
     assert _check([next(follower), next(follower)]) == ["a", "b"]
@@ -497,7 +497,7 @@ def test_importing_tracefile_loads_none_of_it() -> None:
 def test_wait(path: str, writer: tracefile.TraceWriter, way: str) -> None:
     _append(writer, "a", "b")
     trace = tracefile.open(path)
-    with mock.patch.object(trace_module, "list_segments", side_effect=AssertionError):
+    with mock.patch.object(visible, "list_segments", side_effect=AssertionError):
         assert _check(zip("bab", trace.wait(["b", "a", "b"]), strict=True)) == ["b", "a", "b"]
         assert _check([("a", *trace.wait("a", timeout=0))]) == ["a"]
         assert trace.wait([]) == []
