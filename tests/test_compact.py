@@ -19,7 +19,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from support import Faults, fork, ids_of, in_fork, join, random_routing, run_python
+from named_samples import SMALL, check_named, ids_named, names
+from support import Faults, fork, in_fork, join, random_routing, run_python
 from test_durable import record_calls
 from test_oracles import READ_ALL, READERS
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     from tracefile.compact_plan import CompactReport
 
-SMALL = {"num_layers": 5, "top_k": 2, "num_experts": 16}
 Array = np.ndarray[Any, Any]
 
 
@@ -52,25 +52,9 @@ def _compact(path: str, **options: Any) -> CompactReport:
     return compact_trace(path, **({"min_age": 0, "settle": 0, "min_segments": 2, "durable": False} | options))
 
 
-def _ids(sample: str) -> Array:
-    """What the sample of this name holds: ``name@rows``."""
-    return ids_of(sample, int(sample.rpartition("@")[2]), **SMALL)
-
-
 def _fill(path: str, samples: list[str], **options: Any) -> list[tracefile.LazyRoutedExperts]:
     with _writer(path, **options) as writer:
-        return [writer.append(sample, _ids(sample)) for sample in samples]
-
-
-def _names(count: int, first: int = 0) -> list[str]:
-    return [f"s{number}@{(7 * number + 9) % 60}" for number in range(first, first + count)]
-
-
-def _check(path: str, samples: list[str]) -> None:
-    trace = tracefile.open(path)
-    assert sorted(trace) == sorted(samples)
-    for sample in samples:
-        np.testing.assert_array_equal(trace[sample].numpy(), _ids(sample), err_msg=sample)
+        return [writer.append(sample, ids_named(sample)) for sample in samples]
 
 
 def _check_elsewhere(handles: list[tracefile.LazyRoutedExperts], expected: list[Array]) -> None:
@@ -96,7 +80,7 @@ for handle, ids in zip(handles, expected, strict=True):
 
 @pytest.mark.parametrize("codec", ["fast", pytest.param("compact", marks=pytest.mark.slow), "none"])
 def test_samples_and_handles_stay_what_they_were(path: str, codec: str) -> None:
-    samples = _names(40)
+    samples = names(40)
     handles = _fill(path, samples, codec=codec)
     before = {sample: tracefile.open(path).entry(sample).rows for sample in samples}
     report = _compact(path)
@@ -105,9 +89,9 @@ def test_samples_and_handles_stay_what_they_were(path: str, codec: str) -> None:
     assert report.after.bytes < report.before.bytes, "a header and an index less for each"
     assert not report.refused
     assert not report.changed
-    _check(path, samples)
+    check_named(path, samples)
     assert {sample: tracefile.open(path).entry(sample).rows for sample in samples} == before
-    _check_elsewhere(handles, [_ids(sample) for sample in samples])
+    _check_elsewhere(handles, [ids_named(sample) for sample in samples])
     assert list(verify_trace(path)) == []
     assert not os.path.exists(staging_path(path))
     again = _compact(path)
@@ -129,7 +113,7 @@ def test_1536_segments(path: str) -> None:
         return min(seconds)
 
     def files() -> int:
-        return sum(len(names) for _, _, names in os.walk(path))
+        return sum(len(files) for _, _, files in os.walk(path))
 
     before = files(), open_seconds()
     report = _compact(path)
@@ -137,9 +121,9 @@ def test_1536_segments(path: str) -> None:
     print(f"1,536 segments: {before[0]:,} files, opened in {before[1] * 1e3:.0f} ms; then {after[0]}, {after[1] * 1e3}")
     assert (before[0], after[0]) == (2 + 2 * 1536, 4) == (report.before.files, report.after.files)
     assert after[1] < before[1] / 2
-    _check(path, samples)
+    check_named(path, samples)
     for sample, blob in zip(samples, blobs, strict=True):
-        np.testing.assert_array_equal(pickle.loads(blob).numpy(), _ids(sample))
+        np.testing.assert_array_equal(pickle.loads(blob).numpy(), ids_named(sample))
 
 
 def test_segments_are_merged_with_their_like(path: str) -> None:
@@ -151,7 +135,7 @@ def test_segments_are_merged_with_their_like(path: str) -> None:
     assert [len(merge.replaced) for merge in report.merged] == [5] * 4
     headers = tracefile.open(path).segments.values()
     assert len({(header.geometry, header.codec) for header in headers}) == 4
-    _check(path, samples)
+    check_named(path, samples)
 
 
 def test_how_large_they_become(path: str) -> None:
@@ -161,7 +145,7 @@ def test_how_large_they_become(path: str) -> None:
     report = _compact(path, target_bytes=10 * size)
     assert [len(merge.replaced) for merge in report.merged] == [10, 10, 10]
     assert _compact(path, target_bytes=10 * size).merged == [], "they are not small any more"
-    _check(path, samples)
+    check_named(path, samples)
 
 
 def test_what_is_not_worth_it(path: str) -> None:
@@ -180,8 +164,8 @@ def test_what_is_not_worth_it(path: str) -> None:
 def test_segments_without_rows_go_along(path: str) -> None:
     with _writer(path) as writer:
         for number in range(4):
-            writer.append(f"{number}@0", _ids(f"{number}@0"))
-        first = writer.append("a@30", _ids("a@30"))
+            writer.append(f"{number}@0", ids_named(f"{number}@0"))
+        first = writer.append("a@30", ids_named("a@30"))
     assert _compact(path).after == Footprint(1, 4, tracefile.open(path).segments.popitem()[1].shard_bytes)
     with _writer(path) as writer:
         writer.truncate("a@30", 7)
@@ -189,8 +173,8 @@ def test_segments_without_rows_go_along(path: str) -> None:
     _compact(path)
     trace = tracefile.open(path)
     assert len(trace.segments) == 1
-    np.testing.assert_array_equal(trace["a@30"].numpy(), _ids("a@30")[:5])
-    np.testing.assert_array_equal(first.numpy(), _ids("a@30"))
+    np.testing.assert_array_equal(trace["a@30"].numpy(), ids_named("a@30")[:5])
+    np.testing.assert_array_equal(first.numpy(), ids_named("a@30"))
     only_empty = f"{path}.2"
     _fill(only_empty, ["x@0", "y@0"])
     assert _compact(only_empty).after == Footprint(1, 3, 0)
@@ -205,7 +189,7 @@ def test_other_readers_open_what_was_merged(tmp_path: Path, reader: str) -> None
     expected = {}
     for codec in ("fast", "none"):
         path = str(root / codec)
-        _fill(path, _names(12), codec=codec)
+        _fill(path, names(12), codec=codec)
         old = tracefile.open(path)
         _compact(path)
         _compact(path, drop_unreachable=True)
@@ -276,12 +260,12 @@ def test_shared_prefixes(path: str, rng: np.random.Generator) -> None:
 
 
 def test_findings_belong_to_the_revision_that_has_them(path: str) -> None:
-    wrong = _ids("x@40")
+    wrong = ids_named("x@40")
     wrong[10] = 3  # the same expert twice
     with _writer(path, validate="warn") as writer:
         writer.append("x", wrong)
         writer.append("y", wrong)
-        writer.append("y", _ids("x@40"))
+        writer.append("y", ids_named("x@40"))
     assert [len(header.findings) for header in tracefile.open(path).segments.values()] == [1, 1, 0]
     _compact(path)
     (header,) = tracefile.open(path).segments.values()
@@ -336,7 +320,7 @@ def test_a_late_commit_while_it_is_merged(path: str, monkeypatch: pytest.MonkeyP
 
 
 def test_followers_see_no_news(path: str) -> None:
-    samples = _names(6)
+    samples = names(6)
     _fill(path, samples)
     trace = tracefile.open(path)
     seen = [sample for sample, _ in trace.follow(existing=True, timeout=0.05)]
@@ -533,7 +517,7 @@ def test_a_newer_revision_is_withdrawn(stale: _Stale, monkeypatch: pytest.Monkey
 
 
 def test_a_damaged_segment_is_left_as_it_is(path: str) -> None:
-    samples = _names(8)
+    samples = names(8)
     _fill(path, samples)
     victim = tracefile.open(path).entry(samples[3]).spans[0].segment
     shard = f"{path}/segments/{victim}/c/0/0/0"
@@ -552,20 +536,20 @@ def test_a_damaged_segment_is_left_as_it_is(path: str) -> None:
             with pytest.raises(tracefile.ChunkDamagedError):
                 trace[sample].numpy()
         else:
-            np.testing.assert_array_equal(trace[sample].numpy(), _ids(sample))
+            np.testing.assert_array_equal(trace[sample].numpy(), ids_named(sample))
     (finding,) = verify_trace(path)
     assert finding.segment == victim
     os.truncate(shard, 100)
     assert set(_compact(path).refused) == {victim}
-    _fill(path, _names(3, 20))
+    _fill(path, names(3, 20))
     assert "has 100 bytes" in _compact(path).refused[victim]
     os.unlink(shard)
-    _fill(path, _names(3, 30))
+    _fill(path, names(3, 30))
     assert victim in _compact(path).refused
 
 
 def test_a_damaged_document(path: str) -> None:
-    _fill(path, _names(4))
+    _fill(path, names(4))
     victim = list_segments(path)[0]
     with open(f"{path}/segments/{victim}/zarr.json", "r+b") as file:
         file.truncate(50)
@@ -576,7 +560,7 @@ def test_a_damaged_document(path: str) -> None:
 
 
 def test_originals_stay_where_the_merged_segment_is_damaged(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = _names(5)
+    samples = names(5)
     _fill(path, samples)
     monkeypatch.setattr(LocalStore, "delete_all", mock.Mock(side_effect=OSError(5, "no")))
     with pytest.raises(OSError, match="no"):
@@ -586,7 +570,7 @@ def test_originals_stay_where_the_merged_segment_is_damaged(path: str, monkeypat
     os.truncate(f"{path}/segments/{merged.id}/c/0/0/0", 70)
     assert _compact(path).finished == []
     shutil.rmtree(f"{path}/segments/{merged.id}")
-    _check(path, samples)
+    check_named(path, samples)
 
 
 # Killed, and together with others
@@ -610,14 +594,14 @@ def _kill_at_each_step(path: str, samples: list[str], handles: list[Any], **opti
         assert sorted(trace) == sorted(samples)
         left.append(len(trace.segments))
         for sample, handle in zip(samples, handles, strict=True):
-            np.testing.assert_array_equal(trace[sample].numpy(), _ids(sample))
-            np.testing.assert_array_equal(pickle.loads(pickle.dumps(handle)).numpy(), _ids(sample))
+            np.testing.assert_array_equal(trace[sample].numpy(), ids_named(sample))
+            np.testing.assert_array_equal(pickle.loads(pickle.dumps(handle)).numpy(), ids_named(sample))
         if code == 0:
             break
         _compact(path, **options)  # whatever was left, the next run gets there
         shutil.rmtree(staging_path(path), ignore_errors=True)
         assert len(list_segments(path)) == left[-1] or len(list_segments(path)) == 1
-        _check(path, samples)
+        check_named(path, samples)
         shutil.rmtree(path)
         shutil.copytree(backup, path)
     return left
@@ -631,7 +615,7 @@ def test_killed_at_each_step(path: str, options: dict[str, bool]) -> None:
     handles = _fill(path, samples)
     with _writer(path) as writer:
         writer.truncate(samples[0], 0)
-        again = writer.append(samples[0], _ids(samples[0]))
+        again = writer.append(samples[0], ids_named(samples[0]))
     if options.get("drop_unreachable"):
         handles[0] = again
     left = _kill_at_each_step(path, samples, handles, **options)
@@ -642,7 +626,7 @@ def test_killed_at_each_step(path: str, options: dict[str, bool]) -> None:
 
 
 def test_flushed_before_anything_is_deleted(path: str) -> None:
-    _fill(path, _names(3))
+    _fill(path, names(3))
     calls: list[tuple[str, str]] = []
     with record_calls(calls):
         _compact(path, durable=True)
@@ -657,7 +641,7 @@ def test_flushed_before_anything_is_deleted(path: str) -> None:
 
 
 def test_two_runs_that_publish_before_either_deletes(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = _names(6)
+    samples = names(6)
     handles = _fill(path, samples)
     check = compact._Compaction._check_unchanged
     second: list[Any] = []
@@ -678,13 +662,15 @@ def test_two_runs_that_publish_before_either_deletes(path: str, monkeypatch: pyt
     rows = [header.rows for header in tracefile.open(path).segments.values()]
     assert _compact(path, target_bytes=1).after.segments == 1
     assert [header.rows for header in tracefile.open(path).segments.values()] == rows[:1], "not twice"
-    _check(path, samples)
-    _check_elsewhere([*handles, *between], [_ids(s) for s in samples] + [_ids(s) for s in samples for _ in range(2)])
+    check_named(path, samples)
+    _check_elsewhere(
+        [*handles, *between], [ids_named(s) for s in samples] + [ids_named(s) for s in samples for _ in range(2)]
+    )
     assert list(verify_trace(path)) == []
 
 
 def test_what_another_run_did_meanwhile(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = _names(6)
+    samples = names(6)
     handles = _fill(path, samples)
     copy = MergeWriter._copy
 
@@ -698,13 +684,13 @@ def test_what_another_run_did_meanwhile(path: str, monkeypatch: pytest.MonkeyPat
     assert report.merged == []
     assert len(report.changed) == 6
     assert report.after.segments == 1
-    _check(path, samples)
-    _check_elsewhere(handles, [_ids(sample) for sample in samples])
+    check_named(path, samples)
+    _check_elsewhere(handles, [ids_named(sample) for sample in samples])
 
 
 def test_compactors_writers_and_readers_at_once(path: str) -> None:
     """Real processes: three compact all the while, two write, one reads what the writers hand it and what it finds."""
-    first = _names(30)
+    first = names(30)
     handles = _fill(path, first)
     stop = f"{path}.stop"
 
@@ -716,15 +702,15 @@ def test_compactors_writers_and_readers_at_once(path: str) -> None:
         with _writer(path) as writer:
             for number in range(40):
                 name = f"w{who}/{number}@{(number * 7) % 50}"
-                handle = writer.append(name, _ids(name))
-                np.testing.assert_array_equal(handle.numpy(), _ids(name))
-                writer.append(f"w{who}@30", _ids("turn@30")[:20])
-                writer.append(f"w{who}@30", _ids("turn@30")[15:], start=15)
+                handle = writer.append(name, ids_named(name))
+                np.testing.assert_array_equal(handle.numpy(), ids_named(name))
+                writer.append(f"w{who}@30", ids_named("turn@30")[:20])
+                writer.append(f"w{who}@30", ids_named("turn@30")[15:], start=15)
 
     def read() -> None:
         trace = tracefile.open(path)
         for sample in list(trace)[-20:]:
-            expected = _ids("turn@30") if sample.startswith("w") and "/" not in sample else _ids(sample)
+            expected = ids_named("turn@30") if sample.startswith("w") and "/" not in sample else ids_named(sample)
             np.testing.assert_array_equal(trace[sample].numpy(), expected[: len(trace[sample])])
         assert set(first) <= set(trace)
 
@@ -742,10 +728,10 @@ def test_compactors_writers_and_readers_at_once(path: str) -> None:
     written = [f"w{who}/{number}@{(number * 7) % 50}" for who in range(2) for number in range(40)]
     assert sorted(trace) == sorted([*first, *written, "w0@30", "w1@30"])
     for sample in [*first, *written]:
-        np.testing.assert_array_equal(trace[sample].numpy(), _ids(sample))
+        np.testing.assert_array_equal(trace[sample].numpy(), ids_named(sample))
     for sample in ("w0@30", "w1@30"):
-        np.testing.assert_array_equal(trace[sample].numpy(), _ids("turn@30"))
-    _check_elsewhere(handles, [_ids(sample) for sample in first])
+        np.testing.assert_array_equal(trace[sample].numpy(), ids_named("turn@30"))
+    _check_elsewhere(handles, [ids_named(sample) for sample in first])
     assert list(verify_trace(path)) == []
     assert (
         sum(header.rows for header in trace.segments.values()) < 3 * sum(len(trace[sample]) for sample in trace) + 4000
@@ -753,11 +739,11 @@ def test_compactors_writers_and_readers_at_once(path: str) -> None:
 
 
 def test_opening_while_originals_are_deleted(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = _names(6)
+    samples = names(6)
     _fill(path, samples)
     trace, fresh = tracefile.open(path), samples[:]
     with _writer(path) as writer:
-        writer.append("late@4", _ids("late@4"))
+        writer.append("late@4", ids_named("late@4"))
     segments = LocalStore.segments
 
     def listed(self: LocalStore, where: str) -> list[str]:
@@ -772,14 +758,14 @@ def test_opening_while_originals_are_deleted(path: str, monkeypatch: pytest.Monk
     _fill(path, ["later@4"])
     fresh += ["late@4", "later@4"]
     monkeypatch.setattr(LocalStore, "segments", listed)
-    _check(path, fresh)
+    check_named(path, fresh)
     monkeypatch.setattr(LocalStore, "segments", listed)
     assert list(verify_trace(path)) == []
 
 
 def test_reading_while_it_happens(path: str) -> None:
     """Threads read handles from before, over and over, while the segments go from under them."""
-    samples = _names(30)
+    samples = names(30)
     handles = _fill(path, samples)
     stop = threading.Event()
     errors: list[BaseException] = []
@@ -788,7 +774,7 @@ def test_reading_while_it_happens(path: str) -> None:
         try:
             while not stop.is_set():
                 for sample, handle in zip(samples, handles, strict=True):
-                    np.testing.assert_array_equal(handle.numpy(), _ids(sample))
+                    np.testing.assert_array_equal(handle.numpy(), ids_named(sample))
         except BaseException as error:
             errors.append(error)
 
@@ -798,7 +784,7 @@ def test_reading_while_it_happens(path: str) -> None:
         thread.start()
     for first in (100, 200, 300):
         _compact(path, target_bytes=2000)
-        _fill(path, _names(10, first))
+        _fill(path, names(10, first))
         time.sleep(0.02)
     stop.set()
     for thread in threads:
@@ -827,7 +813,7 @@ def test_a_loader_of_handles_from_before(path: str) -> None:
         loader = tracefile.MicrobatchLoader(pickle.loads(blob))
         return [microbatch[3].tolist() for microbatch in loader]
 
-    assert in_fork(load) == [_ids(sample)[:, 3].tolist() for sample in samples]
+    assert in_fork(load) == [ids_named(sample)[:, 3].tolist() for sample in samples]
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT])
@@ -840,11 +826,11 @@ def test_files_that_a_network_file_system_took_away(path: str, number: int) -> N
     assert opened.source is not None
     tracefile.clear_cache()
     with mock.patch.object(opened.source, "check_size", side_effect=OSError(number, "stale")):
-        np.testing.assert_array_equal(handle.numpy(), _ids("a@9"))
+        np.testing.assert_array_equal(handle.numpy(), ids_named("a@9"))
 
 
 def test_moves_are_looked_for_once(path: str) -> None:
-    samples = _names(20)
+    samples = names(20)
     handles = _fill(path, samples)
     _compact(path)
 
@@ -858,7 +844,7 @@ def test_moves_are_looked_for_once(path: str) -> None:
 
 
 def test_segments_that_live_by_reference_are_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _fill(path, _names(3))
+    _fill(path, names(3))
     monkeypatch.setattr(LocalStore, "handle", lambda *_: object())
     with pytest.raises(tracefile.OptionError, match="kept"):
         _compact(path)

@@ -12,9 +12,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from named_samples import SMALL, check_named, ids_named, names
 from ray_nodes import ray_node  # noqa: F401 - a fixture
 from store_kinds import KINDS
-from support import Faults, fork, ids_of, join, tree
+from support import Faults, fork, join, tree
 
 import tracefile
 from tracefile import shard_copy, transfer
@@ -30,32 +31,15 @@ if TYPE_CHECKING:
 
     from store_kinds import StoreKind
 
-SMALL = {"num_layers": 5, "top_k": 2, "num_experts": 16}
-
 
 def _writer(path: str, **options: Any) -> tracefile.TraceWriter:
     return tracefile.TraceWriter(path, **(SMALL | {"layers_per_chunk": 2, "rows_per_chunk": 8} | options))
 
 
-def _ids(sample: str) -> np.ndarray[Any, Any]:
-    return ids_of(sample, int(sample.rpartition("@")[2]), **SMALL)
-
-
 def _fill(path: str, samples: list[str], **options: Any) -> None:
     with _writer(path, **options) as writer:
         for sample in samples:
-            writer.append(sample, _ids(sample))
-
-
-def _names(count: int, first: int = 0) -> list[str]:
-    return [f"s{number}@{(7 * number + 9) % 60}" for number in range(first, first + count)]
-
-
-def _check(path: str, samples: list[str]) -> None:
-    trace = tracefile.open(path)
-    assert sorted(trace) == sorted(samples)
-    for sample in samples:
-        np.testing.assert_array_equal(trace[sample].numpy(), _ids(sample), err_msg=sample)
+            writer.append(sample, ids_named(sample))
 
 
 def _flip(path: str, segment: str, at: int = 70) -> None:
@@ -77,7 +61,7 @@ def elsewhere(tmp_path: Path) -> None:
 
 
 def test_the_same_bytes(path: str, target: str) -> None:
-    _fill(path, _names(12))
+    _fill(path, names(12))
     _fill(path, ["none@0", "long@3000"], codec="none")
     seen: list[tuple[int, int]] = []
     report = copy_trace(path, target, on_progress=lambda *progress: seen.append(progress))
@@ -88,7 +72,7 @@ def test_the_same_bytes(path: str, target: str) -> None:
     assert seen == sorted(seen)
     assert report.damaged == {}
     assert tracefile.open(target).uuid == tracefile.open(path).uuid
-    _check(target, [*_names(12), "none@0", "long@3000"])
+    check_named(target, [*names(12), "none@0", "long@3000"])
     assert os.listdir(os.path.dirname(target)) == ["copy.trace"]
     again = copy_trace(path, target)
     assert (again.segments, again.present, again.bytes) == (0, 14, 0)
@@ -118,14 +102,14 @@ def test_large_files_go_in_pieces(path: str, target: str, monkeypatch: pytest.Mo
 def test_to_any_store_and_back(kind: str, request: pytest.FixtureRequest, tmp_path: Path, path: str) -> None:
     store: StoreKind = KINDS[kind](request, tmp_path)
     try:
-        _fill(path, _names(6))
+        _fill(path, names(6))
         _fill(path, ["none@0"])
         there, back = store.path("there.trace"), str(tmp_path / "back.trace")
         assert copy_trace(path, there).segments == 7
-        samples = [*_names(6), "none@0"]
+        samples = [*names(6), "none@0"]
         trace = store.open(there)
         for sample in samples:
-            np.testing.assert_array_equal(trace[sample].numpy(), _ids(sample))
+            np.testing.assert_array_equal(trace[sample].numpy(), ids_named(sample))
         _fill(path, ["more@9"])
         report = copy_trace(path, there)
         assert (report.segments, report.present) == (1, 7)
@@ -139,11 +123,11 @@ def test_to_any_store_and_back(kind: str, request: pytest.FixtureRequest, tmp_pa
         assert compacted.before.segments == 8
         assert compacted.after.segments == len(list_segments(there)) < 5
         for sample, handle in zip(samples, pickle.loads(pickle.dumps(handles)), strict=True):
-            np.testing.assert_array_equal(handle.numpy(), _ids(sample))
+            np.testing.assert_array_equal(handle.numpy(), ids_named(sample))
         assert list(verify_trace(there)) == []
         # The copy's copy has the merged segments beside their originals, until it is compacted too.
         assert copy_trace(there, path).segments > 0
-        _check(path, [*samples, "more@9"])
+        check_named(path, [*samples, "more@9"])
         compact_trace(path, min_age=0, settle=0, min_segments=2)
         assert list_segments(path) == list_segments(there)
         # Rows that are dropped there, or not.
@@ -157,13 +141,13 @@ def test_to_any_store_and_back(kind: str, request: pytest.FixtureRequest, tmp_pa
                 compact_trace(there, min_age=0, settle=0, min_segments=2, drop_unreachable=True)
         trace = store.open(there)
         for sample in [*samples, "more@9"]:
-            np.testing.assert_array_equal(trace[sample].numpy(), _ids(sample))
+            np.testing.assert_array_equal(trace[sample].numpy(), ids_named(sample))
     finally:
         store.close()
 
 
 def test_what_is_written_meanwhile(path: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = _names(8)
+    samples = names(8)
     _fill(path, samples)
     copied: list[str] = []
     publish = LocalStore.publish
@@ -183,16 +167,16 @@ def test_what_is_written_meanwhile(path: str, target: str, monkeypatch: pytest.M
     assert report.damaged == {}
     assert set(list_segments(path)) <= set(list_segments(target)), "what replaced the rest came after"
     assert report.segments < 9
-    _check(target, [*samples, "new@20"])
+    check_named(target, [*samples, "new@20"])
     assert list(verify_trace(target)) == []
 
 
 def test_rows_come_before_what_names_them(path: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with _writer(path, share_prefixes=True) as writer:
-        base = writer.append("a", _ids("a@40"))
+        base = writer.append("a", ids_named("a@40"))
         writer.append("b", base[:30])
         for number in range(4):
-            writer.append("a", _ids(f"x{number}@9"), start=20 + number)
+            writer.append("a", ids_named(f"x{number}@9"), start=20 + number)
         writer.truncate("b", 12)
     compact_trace(path, min_age=0, settle=0, min_segments=2, target_bytes=2000)
     with _writer(path) as writer:
@@ -226,7 +210,7 @@ def test_killed_at_each_step_and_gone_on(path: str, target: str) -> None:
         report = copy_trace(path, target)
         assert report.segments + report.present == 3
         assert tree(target) == tree(path)
-        _check(target, samples)
+        check_named(target, samples)
         shutil.rmtree(os.path.dirname(target))
         os.mkdir(os.path.dirname(target))
         if code == 0:
@@ -238,7 +222,7 @@ def test_killed_at_each_step_and_gone_on(path: str, target: str) -> None:
 
 
 def test_copies_at_the_same_time(path: str, target: str) -> None:
-    samples = _names(12)
+    samples = names(12)
     _fill(path, samples)
     pids = [fork(lambda: copy_trace(path, target)) for _ in range(4)]
     assert join(*pids) == [0] * 4
@@ -247,7 +231,7 @@ def test_copies_at_the_same_time(path: str, target: str) -> None:
 
 
 def test_a_target_that_keeps_nothing(path: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _fill(path, _names(2))
+    _fill(path, names(2))
     publish = LocalStore.publish
     monkeypatch.setattr(LocalStore, "publish", lambda *given, **options: publish(*given, **options) or object())
     with pytest.raises(tracefile.OptionError, match="kept"):
@@ -338,7 +322,7 @@ def test_a_copy_ends_before_damage(path: str, target: str) -> None:
         ("fork", 0, 10),
         ("s3@30", 0, 8),
     ]
-    _check(target, samples[:2])
+    check_named(target, samples[:2])
 
 
 def test_damage_can_be_copied_as_it_is(path: str, target: str) -> None:
@@ -349,7 +333,7 @@ def test_damage_can_be_copied_as_it_is(path: str, target: str) -> None:
     assert tree(target) == tree(path)
     with pytest.raises(tracefile.ChunkDamagedError):
         tracefile.open(target)["s2@30"].numpy()
-    np.testing.assert_array_equal(tracefile.open(target)["s2@30"][:8].numpy(), _ids("s2@30")[:8])
+    np.testing.assert_array_equal(tracefile.open(target)["s2@30"][:8].numpy(), ids_named("s2@30")[:8])
     assert [f.kind for f in verify_trace(target)] == [f.kind for f in verify_trace(path)] == ["chunk-damaged"] * 2
     assert copy_trace(path, target, skip_damaged=True).present == 5
 
@@ -371,7 +355,7 @@ def test_a_shard_that_cannot_be_read(path: str, target: str, damage: str) -> Non
     trace = tracefile.open(target)
     with pytest.raises(tracefile.SegmentMissingError):
         trace["s2@30"].numpy()  # and not an older revision
-    np.testing.assert_array_equal(trace["s3@30"].numpy(), _ids("s3@30"))
+    np.testing.assert_array_equal(trace["s3@30"].numpy(), ids_named("s3@30"))
 
 
 def test_rows_that_are_gone_from_the_source(path: str, target: str) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
-import os
 import time
-import warnings
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ray_nodes import ray_node  # noqa: F401 - a fixture
 from support import ids_of, random_routing
 from test_xtuner_sequence import experts_of_pack, layer_experts, pack, route, sequence_parallel_part
 
@@ -22,31 +20,13 @@ from tracefile.integrations import slime
 from tracefile.integrations.xtuner import RolloutRefs
 from tracefile.sharding import ShardSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 ray = pytest.importorskip("ray")
 
 PROMPTS, SAMPLES_PER_PROMPT, DP, MICROBATCH = 96, 16, 4, 32
 LAYERS, TOP_K, EXPERTS = 12, 4, 64
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.filterwarnings("ignore", category=FutureWarning, module="ray")  # of its own settings to come
-        patch.setenv("PYTHONPATH", os.path.dirname(__file__))  # workers import this module
-        ray.init(
-            address="local",  # also where another worker of these tests has a cluster
-            num_cpus=2,
-            num_gpus=0,
-            include_dashboard=False,
-            object_store_memory=128 * 2**20,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("ray_node")
 
 
 def object_store_bytes() -> int:
