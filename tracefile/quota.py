@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 QuotaMode: TypeAlias = Literal["error", "wait"]
 
 #: While there is room for a while, looking for what others publish takes at most one part in so many of a core, and
-#: does not wait longer than this.
+#: does not wait longer than this, nor, at the rate at which others publish, until half of that room is taken.
 _COST_FACTOR = 10
 _LOOK_SECONDS = 1.0
 #: Room for so many segments, the largest so far, of each of the writers so far: with less, each segment takes a look.
@@ -50,7 +50,8 @@ class Quota:
     """What one writer knows of how much its trace stores. Safe for threads and fork.
 
     The shard files of visible segments count, by whichever writer; documents, a kilobyte or two each, do not.
-    Writers do not lock each other out: each may publish the one segment that it is at when the quota is reached.
+    Writers do not lock each other out: each may publish the one segment that it is at when the quota is reached, and
+    more only if others come to publish many times faster than they did right before.
 
     Parameters
     ----------
@@ -75,7 +76,9 @@ class Quota:
         self._used = 0
         self._writers: set[tuple[object, object]] = set()
         self._largest = 0
+        self._looked = 0.0
         self._due = 0.0
+        self._rate = 0.0  # bytes per second that others publish
         self._lock = threading.Lock()
         tell_after_fork(self)
 
@@ -123,15 +126,18 @@ class Quota:
 
     def _has_room(self, nbytes: int) -> bool:
         with self._lock:
-            room = self.limit - self._used - nbytes
-            tight = room < _MARGIN_SEGMENTS * max(2, len(self._writers)) * max(self._largest, nbytes)
-            if tight or time.monotonic() >= self._due:
+            if self._spare(nbytes) < 0 or time.monotonic() >= self._due:
                 self._look()
             return self._fits(nbytes)
 
+    def _spare(self, nbytes: int = 0) -> int:
+        """The room, as far as it is more than the margin."""
+        margin = _MARGIN_SEGMENTS * max(2, len(self._writers)) * max(self._largest, nbytes)
+        return self.limit - self._used - nbytes - margin
+
     def _look(self) -> None:
         """See what others have published, and what was deleted."""
-        began = time.thread_time()
+        now, began, others = time.monotonic(), time.thread_time(), 0
         listed = set(list_segments(self._path))
         for segment in self._stored.keys() - listed:
             self._used -= self._stored.pop(segment)
@@ -139,10 +145,17 @@ class Quota:
         for segment, header in new.items():
             if isinstance(header, SegmentHeader):  # what is gone or damaged is for readers to say
                 self._stored[segment] = header.shard_bytes
-                self._used += header.shard_bytes
+                others += header.shard_bytes
                 self._largest = max(self._largest, header.shard_bytes)
                 self._writers.add((header.writer.get("host"), header.writer.get("pid")))
-        self._due = time.monotonic() + min(_LOOK_SECONDS, _COST_FACTOR * (time.thread_time() - began))
+        self._used += others
+        pause = 0.0  # after the first look, the next segment takes another: it tells the rate
+        if self._looked:
+            self._rate = max(others / max(now - self._looked, 1e-3), self._rate / 2)
+            pause = min(_LOOK_SECONDS, _COST_FACTOR * (time.thread_time() - began))
+            if self._rate:
+                pause = min(pause, max(0, self._spare()) / 2 / self._rate)
+        self._looked, self._due = now, time.monotonic() + pause
 
     def _refuse(self, nbytes: int, waited: float | None = None) -> NoReturn:
         this = f", and this segment has {nbytes:,}" if nbytes else ""
