@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+#: Files that take long begin first, so that none is left to wait for in the end: tools/test gives workers whole files.
+_LONG = ("test_ray_store.py", "test_train_r3.py", "test_stores.py", "test_compact.py", "test_ray_cluster.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG))
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     """Where a test may put its trace."""
