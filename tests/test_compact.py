@@ -608,7 +608,9 @@ def _kill_at_each_step(path: str, samples: list[str], handles: list[Any], **opti
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"durable": True}, marks=pytest.mark.slow), {"drop_unreachable": True}], ids=str
+    "options",
+    [{}, *(pytest.param(more, marks=pytest.mark.slow) for more in ({"durable": True}, {"drop_unreachable": True}))],
+    ids=str,
 )
 def test_killed_at_each_step(path: str, options: dict[str, bool]) -> None:
     samples = [f"s{number}@{number + 9}" for number in range(4)]

@@ -189,7 +189,7 @@ print(json.dumps([peak, total, held.peak_bytes, held.peak_chunks]), flush=True)
 """
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_loader_holds_as_much_for_64_microbatches_as_for_8(trace_path: str, prefetch: int) -> None:
     few, many = (json.loads(run_python(_LOADED, trace_path, str(n), str(prefetch)).stdout) for n in (8, 64))
     assert abs(many[0] - few[0]) < 8 * 1024, f"KiB of RssAnon with 8 and with 64 microbatches: {few[0]}, {many[0]}"
