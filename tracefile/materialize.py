@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _TORCH_DTYPES = {
-    name: getattr(torch, name) for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+    np.dtype(name): getattr(torch, name)
+    for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 }
-_NUMPY_DTYPES = {dtype: np.dtype(name) for name, dtype in _TORCH_DTYPES.items()}
+_NUMPY_DTYPES = {dtype: narrow for narrow, dtype in _TORCH_DTYPES.items()}
 
 
 def holds(selection: Selection, fill: str, dtype: torch.dtype) -> bool:
@@ -50,7 +51,7 @@ def materialize(
     values = torch.from_numpy(_shaped(selection, host, contiguous))
     if device.type != "cpu":
         values = _move(selection, values, device)
-    return values if dtype is _TORCH_DTYPES[narrow.name] else values.to(dtype)
+    return values if dtype is _TORCH_DTYPES[narrow] else values.to(dtype)
 
 
 def materialize_into(selection: Selection, fill: str, out: torch.Tensor) -> torch.Tensor:
@@ -62,7 +63,7 @@ def materialize_into(selection: Selection, fill: str, out: torch.Tensor) -> torc
         _check_readable(selection, fill, out.dtype)
         _read(selection, fill, target)
         return out
-    narrow = _TORCH_DTYPES[selection.read_dtype(fill).name]
+    narrow = _TORCH_DTYPES[selection.read_dtype(fill)]
     values = materialize(selection, fill, torch.device("cpu"), narrow, pinned=False, contiguous=False)
     return out.copy_(values if out.device.type == "cpu" else _move(selection, values, out.device))
 
@@ -82,7 +83,7 @@ def read_layers(
     chunks : int
         From how many chunks they came.
     """
-    dtype = _TORCH_DTYPES[selection.read_dtype(fill).name]
+    dtype = _TORCH_DTYPES[selection.read_dtype(fill)]
     _check_readable(selection, fill, dtype)
     cuda = device.type == "cuda"
     # The caching host allocator keeps page-locked memory until the queued copy has run.
