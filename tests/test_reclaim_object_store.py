@@ -620,7 +620,7 @@ def test_writers_and_collections_race(url: str, tmp_path: Any) -> None:
             mine, steps = pickle.load(file)
         assert steps > 3
         expected |= mine
-    assert removed > 2
+    assert removed > 0
     check_samples(url, expected)
     collect_now(url)
     check_samples(url, expected)

@@ -127,7 +127,15 @@ class MetadataDamagedError(DamagedTraceError, ValueError):
 
 
 class SegmentMissingError(DamagedTraceError, FileNotFoundError):
-    """A segment, or its shard file, is not there."""
+    """A segment, or its shard file, is not there.
+
+    Attributes
+    ----------
+    gone : bool
+        Whether nothing was left of the segment, as where it was deleted, when its document was looked for.
+    """
+
+    gone: bool = False
 
 
 class ShardDamagedError(DamagedTraceError, ValueError):

@@ -277,6 +277,10 @@ class ObjectStore(ObjectReclaim):
         # Without a document there is no segment, whatever else is left of it.
         return not client.run(client.exist([os.path.join(segment_path(trace, segment), METADATA_NAME)]))[0]
 
+    def gone(self, trace: str, segments: Sequence[str]) -> set[str]:
+        there = client.run(client.exist([os.path.join(segment_path(trace, each), METADATA_NAME) for each in segments]))
+        return {segment for segment, exists in zip(segments, there, strict=True) if not exists}
+
     def create(self, trace: str, files: Mapping[str, bytes], *, durable: bool) -> bool:
         self.check_deletable(trace)
         self.check_vacant(trace)

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from tracefile.source import Source, SourceKind
 
 
+#: How often a file is looked for that is not there although its segment is.
+READS = 3
+
+
 class Handle(abc.ABC):
     """What a lazy tensor holds where a segment lives only as long as it is referred to."""
 
@@ -124,6 +128,10 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def is_gone(self, trace: str, segment: str) -> bool:
         """Whether nothing is left of a segment."""
+
+    def gone(self, trace: str, segments: Sequence[str]) -> set[str]:
+        """Those of several segments of which nothing is left. Where each takes a round trip: together."""
+        return {segment for segment in segments if self.is_gone(trace, segment)}
 
     @abc.abstractmethod
     def create(self, trace: str, files: Mapping[str, bytes], *, durable: bool) -> bool:
@@ -300,17 +308,29 @@ def read_segment_headers(
     trace_path: str, header: TraceHeader, segments: Iterable[str]
 ) -> dict[str, SegmentHeader | TraceError | OSError]:
     """Read the documents of several segments, together; what is wrong with one stands in its place."""
-    segments = list(segments)
-    places = [os.path.join(segment_path(trace_path, segment), METADATA_NAME) for segment in segments]
+    store, segments = store_for(trace_path), list(segments)
+    places = {segment: os.path.join(segment_path(trace_path, segment), METADATA_NAME) for segment in segments}
+    raws = dict(zip(segments, store.read_all(list(places.values())), strict=True))
+    gone: set[str] = set()
+    for _ in range(READS):
+        missing = [segment for segment, raw in raws.items() if _is_missing(raw) and segment not in gone]
+        if not missing:
+            break
+        gone |= store.gone(trace_path, missing)
+        # What is there after all was out of the way while a collection looked who needs it.
+        again = [segment for segment in missing if segment not in gone]
+        raws.update(zip(again, store.read_all([places[segment] for segment in again]), strict=True))
     found: dict[str, SegmentHeader | TraceError | OSError] = {}
-    for segment, where, raw in zip(segments, places, store_for(trace_path).read_all(places), strict=True):
+    for segment, where in places.items():
+        raw = raws[segment]
         if isinstance(raw, TraceError):
             found[segment] = raw
-        elif isinstance(raw, FileNotFoundError | NotADirectoryError):
+        elif _is_missing(raw):
             found[segment] = SegmentMissingError(
                 f"{where} is gone: segment {segment} was deleted or not copied whole; restore it",
                 path=where,
                 segment=segment,
+                gone=segment in gone,
             )
         elif isinstance(raw, OSError):
             found[segment] = raw
@@ -320,6 +340,10 @@ def read_segment_headers(
             except TraceError as error:
                 found[segment] = error
     return found
+
+
+def _is_missing(raw: bytes | OSError) -> bool:
+    return isinstance(raw, FileNotFoundError | NotADirectoryError) and not isinstance(raw, TraceError)
 
 
 def unfinished(trace_path: str) -> list[str]:

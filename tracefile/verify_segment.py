@@ -26,7 +26,7 @@ from tracefile.format import (
 )
 from tracefile.shard import ChunkDecoder, ShardIndex, check_header, index_bytes
 from tracefile.source import merge_ranges
-from tracefile.store import store_for
+from tracefile.store import READS, store_for
 from tracefile.survey import (
     Holding,
     Range,
@@ -132,11 +132,9 @@ class SegmentCheck:
     def _shard_findings(self) -> Iterator[Finding]:
         header = self.header
         try:
-            source = store_for(self.path).open_source(
-                self.path, kind="pread", size=header.shard_bytes, segment=header.id
-            )
+            source = self._open()
         except SegmentMissingError as error:
-            if self.survey.is_gone(header.id):
+            if error.gone:
                 self.vanished = True
             else:
                 yield self._whole("shard-missing", str(error))
@@ -171,6 +169,18 @@ class SegmentCheck:
             yield from self._chunk_findings(source, index)
         finally:
             source.close()
+
+    def _open(self) -> Source:
+        store, header = store_for(self.path), self.header
+        tries = READS  # a collection may have it out of the way, and bring it back
+        while True:
+            tries -= 1
+            try:
+                return store.open_source(self.path, kind="pread", size=header.shard_bytes, segment=header.id)
+            except SegmentMissingError as error:
+                error.gone = self.survey.is_gone(header.id)
+                if error.gone or not tries:
+                    raise
 
     def _whole(self, kind: FindingKind, message: str) -> Finding:
         layers = self.header.config.layer_ids

@@ -99,14 +99,14 @@ class VisibleSegments:
         while unseen:
             before = len(gone)
             for segment, found in read_segment_headers(self._path, self._header, unseen).items():
-                if isinstance(found, SegmentMissingError) and store_for(self._path).is_gone(self._path, segment):
-                    gone.add(segment)  # deleted since it was listed
+                if isinstance(found, SegmentMissingError) and found.gone:
+                    gone.add(segment)  # since it was listed
                 elif isinstance(found, Exception):
                     damaged[segment] = found
                 else:
                     new[segment] = found
             # What replaces a segment that is gone may be newer than the listing.
-            seen = {*self.segments, *new, *damaged, *gone}
+            seen = {*self.segments, *new, *damaged}
             listed = list_segments(self._path) if len(gone) > before else []
             unseen = [segment for segment in listed if segment not in seen]
         return new, damaged
