@@ -308,7 +308,7 @@ def read_segment_headers(
     trace_path: str, header: TraceHeader, segments: Iterable[str]
 ) -> dict[str, SegmentHeader | TraceError | OSError]:
     """Read the documents of several segments, together; what is wrong with one stands in its place."""
-    store, segments = store_for(trace_path), list(segments)
+    store, segments = store_for(trace_path), list(dict.fromkeys(segments))
     places = {segment: os.path.join(segment_path(trace_path, segment), METADATA_NAME) for segment in segments}
     raws = dict(zip(segments, store.read_all(list(places.values())), strict=True))
     gone: set[str] = set()
