@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -121,14 +122,8 @@ class MergeWriter:
         """Copy a segment's chunks; where its rows lie then."""
         if not header.rows:
             return
-        try:
+        with self._refusing(header):
             opened = OpenSegment(self._path, self._header, header.id, "pread")
-        except StoreError:
-            raise
-        except SegmentMissingError:
-            raise self._missing(header) from None
-        except (DamagedTraceError, OSError) as error:
-            raise RefusedError(header.id, str(error)) from error
         size, names = header.geometry.rows_per_chunk, same.names(header)
         wanted = self._chunks_of(header)
         for known, numbers in itertools.groupby(wanted, key=lambda number: same.find(names[number])):
@@ -152,23 +147,28 @@ class MergeWriter:
             opened, [layer * row_chunks + row for row in range(low, high) for layer in range(layer_chunks)]
         )
         while True:
-            try:
-                number, encoded = next(chunks)
-            except StopIteration:
+            with self._refusing(header):
+                found = next(chunks, None)
+            if found is None:
                 return
-            except StoreError:
-                raise
-            except SegmentMissingError:
-                raise self._missing(header) from None
-            except (DamagedTraceError, OSError) as error:
-                raise RefusedError(header.id, str(error)) from error
+            number, encoded = found
             self._on_copied(len(encoded))
             yield EncodedChunk(number // row_chunks, bytes(encoded[:-CRC_BYTES]), bytes(encoded[-CRC_BYTES:]))
 
-    def _missing(self, header: SegmentHeader) -> Exception:
-        if self._store.is_gone(self._path, header.id):
-            return ChangedError()
-        return RefusedError(header.id, f"{segment_path(self._path, header.id)} has no shard file; restore it")
+    @contextlib.contextmanager
+    def _refusing(self, header: SegmentHeader) -> Iterator[None]:
+        """While a segment is read: what is wrong with it, as what that means for the merge."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except SegmentMissingError:
+            if self._store.is_gone(self._path, header.id):
+                raise ChangedError from None
+            message = f"{segment_path(self._path, header.id)} has no shard file; restore it"
+            raise RefusedError(header.id, message) from None
+        except (DamagedTraceError, OSError) as error:
+            raise RefusedError(header.id, str(error)) from error
 
 
 def check_published(path: str, header: TraceHeader, merged: SegmentHeader) -> None:

@@ -25,7 +25,7 @@ import os
 from typing import TYPE_CHECKING, ClassVar
 
 from tracefile.errors import NotATraceError, OptionError, StoreError
-from tracefile.format import METADATA_NAME, is_segment_id, new_segment_id, segment_path
+from tracefile.format import METADATA_NAME, is_segment_id, new_segment_id
 from tracefile.object_client import client
 from tracefile.object_library import time_limit
 from tracefile.reclaim import Leftover, ReclaimingStore
@@ -70,7 +70,7 @@ class ObjectReclaim(ReclaimingStore):
 
     def set_aside(self, trace: str, segment: str) -> str:
         _check_conditional(trace)
-        if not client.run(client.exist([_document(trace, segment)]))[0]:
+        if self.is_gone(trace, segment):
             return ""
         mark = new_segment_id()
         client.run(client.put(_aside(trace, segment, mark), b""))
@@ -90,16 +90,16 @@ class ObjectReclaim(ReclaimingStore):
         pairs = [(segment, mark) for segment in segments for mark in marks.get(segment, ())]
         # The documents last: while one of the marks was there, so was the document, unless it was dropped.
         dropped = client.run(_bring_back(trace, pairs)) if pairs else set()
-        there = client.run(client.exist([_document(trace, segment) for segment in segments]))
-        return {segment: here and segment not in dropped for segment, here in zip(segments, there, strict=True)}
+        lost = self.gone(trace, segments) | dropped
+        return {segment: segment not in lost for segment in segments}
 
     def drop(self, trace: str, segment: str, mark: str = "") -> bool:
         mark = mark or max(_Records(trace).marks.get(segment, [""]))
         if not mark or not client.run(_drop(trace, segment, mark)):
             return False
-        there = client.run(client.exist([_document(trace, segment)]))[0]
+        first = not self.is_gone(trace, segment)  # else another collection was faster
         self._remove(trace, segment)
-        return there  # else another collection was faster
+        return first
 
     def _remove(self, trace: str, segment: str) -> None:
         """Remove a segment that is to be dropped, and then what is known of that."""
@@ -133,7 +133,7 @@ class ObjectReclaim(ReclaimingStore):
                 client.run(client.delete([os.path.join(_staging(trace), name)]))
             elif name in _dropped(trace, _Records(trace)):
                 self._remove(trace, name)
-            elif not client.run(client.exist([_document(trace, name)]))[0]:  # else its writer was slow
+            elif self.is_gone(trace, name):  # else its writer was slow
                 self.delete(trace, name)
         except OSError:
             pass
@@ -326,7 +326,3 @@ def _aside(trace: str, segment: str, mark: str) -> str:
 
 def _decided(trace: str, segment: str, mark: str) -> str:
     return os.path.join(_staging(trace), _DECIDED, segment, mark)
-
-
-def _document(trace: str, segment: str) -> str:
-    return os.path.join(segment_path(trace, segment), METADATA_NAME)

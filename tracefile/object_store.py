@@ -275,7 +275,7 @@ class ObjectStore(ObjectReclaim):
 
     def is_gone(self, trace: str, segment: str) -> bool:
         # Without a document there is no segment, whatever else is left of it.
-        return not client.run(client.exist([os.path.join(segment_path(trace, segment), METADATA_NAME)]))[0]
+        return bool(self.gone(trace, [segment]))
 
     def gone(self, trace: str, segments: Sequence[str]) -> set[str]:
         there = client.run(client.exist([os.path.join(segment_path(trace, each), METADATA_NAME) for each in segments]))

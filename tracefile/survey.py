@@ -175,37 +175,32 @@ def take_survey(path: str, header: TraceHeader) -> Survey:
     """
     survey = Survey(path, header)
     pending = list_segments(path)
-    known = set(pending)
-    asked_again: set[str] = set()
-    vanished = 0
+    known: set[str] = set()
+    vanished: set[str] = set()
     while pending:
         referenced: set[str] = set()
+        before = len(vanished)
         for segment, found in read_segment_headers(path, header, pending).items():
             if isinstance(found, SegmentHeader):
                 survey.segments[segment] = found
                 referenced.update(span.segment for entry in found.samples.values() for span in entry.spans)
             elif isinstance(found, SegmentMissingError) and found.gone:
-                survey.vanished.append(segment)
+                vanished.add(segment)
             elif isinstance(found, TraceError):
                 raise_unanswered(found)
                 survey.damaged[segment] = found
             else:
                 where = os.path.join(segment_path(path, segment), METADATA_NAME)
                 survey.damaged[segment] = unreadable(where, found, segment)
-        if len(survey.vanished) > vanished:
-            listed = list_segments(path)
-            referenced.update(listed)  # what replaces them may be newer than the listing
-            # Or a collection had it out of the way, and has brought it back.
-            back = {
-                each for each in set(survey.vanished).intersection(listed) - asked_again if not survey.is_gone(each)
-            }
-            survey.vanished = [segment for segment in survey.vanished if segment not in back]
-            known -= back
-            asked_again |= back
-            vanished = len(survey.vanished)
-        # Listing a directory that is being added to may miss a segment and still show later ones that refer to it.
-        pending = sorted(segment for segment in referenced - known if not survey.is_gone(segment))
-        known.update(pending)
+        known.update(survey.segments, survey.damaged)
+        if len(vanished) > before:
+            referenced.update(list_segments(path))  # what replaces them may be newer than the listing
+        # Listing a directory that is being added to may miss a segment and still show later ones that refer to it. And
+        # what a collection had out of the way may be back.
+        unread = sorted(referenced - known)
+        gone = store_for(path).gone(path, unread) if unread else set()
+        pending = [segment for segment in unread if segment not in gone]
+    survey.vanished = sorted(vanished - known)
     survey.segments = dict(sorted(survey.segments.items()))
     return survey
 
