@@ -7,8 +7,6 @@ import contextvars
 import itertools
 import json
 import os
-import pickle
-import random
 import signal
 import threading
 import time
@@ -24,8 +22,11 @@ from collecting import (
     check_samples,
     collect_later,
     collect_now,
+    race,
     segment_of,
+    share,
     small_ids,
+    small_traces,
     small_writer,
     trace_of_everything,
 )
@@ -397,21 +398,10 @@ def test_who_opens_a_trace_while_segments_go(memory: str, stepped: None) -> None
 # Writers that name rows at the very moment
 
 
-def _share(path: str) -> tuple[tracefile.TraceWriter, tracefile.LazyRoutedExperts, np.ndarray[Any, Any]]:
-    """A writer that knows a prefix which no sample has any more, and a handle of it."""
-    writer = small_writer(path)
-    prompt = small_ids("prompt", 300)
-    handle = writer.append("a", prompt)
-    handle.numpy()  # open, so that reading it tells nothing
-    writer.append("stays", small_ids("stays"))
-    tracefile.open(path).delete_samples("a")
-    return writer, handle, prompt
-
-
 @pytest.mark.parametrize("naming", NAMING)
 def test_a_writer_names_what_is_aside(memory: str, naming: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"{memory}/run/step_1.trace"
-    writer, handle, prompt = _share(url)
+    writer, handle, prompt = share(url)
     expected = np.concatenate([prompt, small_ids("end", 9)])
 
     def settle(self: ObjectStore, trace: str) -> float:
@@ -432,7 +422,7 @@ def test_a_writer_names_what_is_aside(memory: str, naming: str, monkeypatch: pyt
 def test_a_writer_finds_that_what_it_names_is_gone(memory: str, naming: str, moment: str, monkeypatch: Any) -> None:
     """It writes the rows again where it has them, and raises where it does not; nothing broken stays visible."""
     url = f"{memory}/run/step_1.trace"
-    writer, handle, prompt = _share(url)
+    writer, handle, prompt = share(url)
     expected = np.concatenate([prompt, small_ids("end", 9)])
     real_check, real_publish = SegmentWriter._check_rows, ObjectStore.publish
     looks = 0
@@ -559,67 +549,19 @@ def test_a_killed_collection(url: str, at: int) -> None:
 # Races of processes
 
 
-def _work(path: str, who: int, seconds: float, log: str) -> None:
-    """A writer that appends, shares, continues, deletes and reuses; what holds afterwards goes to ``log``."""
-    rng = random.Random(who)
-    prompt = small_ids(f"prompt {who}", 200)
-    mine: dict[str, Any] = {}
-    handles: list[tuple[Any, Any]] = []
-    trace = tracefile.open(path)
-    end = time.monotonic() + seconds
-    with small_writer(path) as writer:
-        step = 0
-        while time.monotonic() < end:
-            step += 1
-            name = f"{who}/{rng.randrange(5)}"
-            act = rng.choice(["append", "share", "share", "delete", "lazy"])
-            new = small_ids(f"{who} {step}", rng.randrange(1, 60))
-            try:
-                if act == "append":
-                    handle, ids = writer.append(name, new), new
-                elif act == "share":
-                    ids = np.concatenate([prompt, new])
-                    handle = writer.append(name, ids)
-                elif act == "lazy" and handles:
-                    old, held = rng.choice(handles[-8:])
-                    ids = np.concatenate([held, new])
-                    handle = writer.append(name, torch.cat([old, torch.from_numpy(new)]))
-                elif act == "delete" and name in mine:
-                    trace.delete_samples(name)
-                    del mine[name]
-                    continue
-                else:
-                    continue
-            except tracefile.SegmentMissingError:
-                assert act == "lazy", act  # its handle's rows were deleted; all else is at hand, or lives
-                continue
-            mine[name] = ids
-            handles.append((handle, ids))
-    with open(log, "wb") as file:
-        pickle.dump((mine, step), file)
-
-
 @pytest.mark.slow
 def test_writers_and_collections_race(url: str, tmp_path: Any) -> None:
     small_writer(url).close()
-    seconds, writers = 3.0, 2
-    logs = [str(tmp_path / f"log{who}") for who in range(writers)]
-    pids = [
-        fork(lambda who=who: _work(url, who, seconds, logs[who]))  # type: ignore[misc]
-        for who in range(writers)
-    ]
-    end = time.monotonic() + seconds
     removed = 0
-    while time.monotonic() < end:
+
+    def meanwhile() -> None:
+        nonlocal removed
         (done,) = collect_now(url).traces
         removed += len(done.segments)
-    assert join(*pids) == [0] * writers
-    expected: dict[str, Any] = {}
-    for log in logs:
-        with open(log, "rb") as file:
-            mine, steps = pickle.load(file)
-        assert steps > 3
-        expected |= mine
+
+    acts = ["append", "share", "share", "delete", "lazy"]
+    expected, steps = race(url, tmp_path, writers=2, seconds=3.0, acts=acts, meanwhile=meanwhile)
+    assert min(steps) > 3
     assert removed > 0
     check_samples(url, expected)
     collect_now(url)
@@ -630,14 +572,6 @@ def test_writers_and_collections_race(url: str, tmp_path: Any) -> None:
 # Whole traces
 
 
-def _traces(directory: str, names: list[str]) -> list[str]:
-    paths = [f"{directory}/{name}" for name in names]
-    for path in paths:
-        with small_writer(path) as writer:
-            writer.append("a", small_ids(path))
-    return paths
-
-
 def _below(bucket: S3Bucket, directory: str) -> set[str]:
     prefix = f"{directory.removeprefix(bucket.url)[1:]}/"
     return {name.removeprefix(prefix).split("/")[0] for name in bucket.objects.names(prefix)}
@@ -645,7 +579,7 @@ def _below(bucket: S3Bucket, directory: str) -> set[str]:
 
 def test_the_newest_steps_are_kept(bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = f"{bucket.url}/run"
-    paths = _traces(directory, ["step_10.trace", "step_9.trace", "step_11.trace"])
+    paths = small_traces(directory, ["step_10.trace", "step_9.trace", "step_11.trace"])
     bucket.objects["run/step_1.notes/segments/data"] = b"of others"
     bucket.objects["run/list.txt"] = b"of others"
     bucket.objects["runs/step_2.trace/zarr.json"] = b"of others"
@@ -721,7 +655,7 @@ def test_a_deletion_of_a_trace_killed_at_each_request(memory: str, stepped: None
     """Nobody makes a trace in what is left; the next collection of the directory completes it."""
     original, directory = f"{memory}/original/t", f"{memory}/run"
     url = f"{directory}/step_1.trace"
-    _traces(f"{memory}/original", ["t"])
+    small_traces(f"{memory}/original", ["t"])
 
     def below() -> set[str]:
         return {each.name for each in client.run(client.list(directory))}

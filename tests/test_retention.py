@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-import random
 import shutil
 import signal
 import threading
@@ -21,8 +20,11 @@ from collecting import (
     check_samples,
     collect_later,
     collect_now,
+    race,
     segment_of,
+    share,
     small_ids,
+    small_traces,
     small_writer,
     trace_of_everything,
 )
@@ -394,21 +396,10 @@ def test_readers_of_what_is_reclaimed(path: str, source: str) -> None:
 # Writers that name rows at the very moment
 
 
-def _share(path: str) -> tuple[tracefile.TraceWriter, tracefile.LazyRoutedExperts, np.ndarray[Any, Any]]:
-    """A writer that knows a prefix which no sample has any more, and a handle of it."""
-    writer = small_writer(path)
-    prompt = small_ids("prompt", 300)
-    handle = writer.append("a", prompt)
-    handle[:1].numpy()  # open, so that reading it tells nothing
-    writer.append("stays", small_ids("stays"))
-    tracefile.open(path).delete_samples("a")
-    return writer, handle, prompt
-
-
 @pytest.mark.parametrize("naming", NAMING)
 def test_a_writer_names_what_is_aside(path: str, naming: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between taking aside and looking again: it brings the segment back, and the collection leaves it."""
-    writer, handle, prompt = _share(path)
+    writer, handle, prompt = share(path)
     expected = np.concatenate([prompt, small_ids("end", 9)])
 
     def settle(self: ReclaimingStore, trace: str) -> float:
@@ -427,7 +418,7 @@ def test_a_writer_names_what_is_aside(path: str, naming: str, monkeypatch: pytes
 @pytest.mark.parametrize("naming", NAMING)
 def test_a_writer_publishes_before_the_collection_looks_again(path: str, naming: str, monkeypatch: Any) -> None:
     """It looked before the segment was taken aside, and looks again only after the collection did."""
-    writer, handle, prompt = _share(path)
+    writer, handle, prompt = share(path)
     expected = np.concatenate([prompt, small_ids("end", 9)])
     real = LocalStore.publish
     collected: list[GcResult] = []
@@ -452,7 +443,7 @@ def test_a_writer_publishes_before_the_collection_looks_again(path: str, naming:
 @pytest.mark.parametrize("moment", ["before it looks", "before it publishes", "before it looks again"])
 def test_a_writer_finds_that_what_it_names_is_gone(path: str, naming: str, moment: str, monkeypatch: Any) -> None:
     """It writes the rows again where it has them, and raises where it does not; nothing broken stays visible."""
-    writer, handle, prompt = _share(path)
+    writer, handle, prompt = share(path)
     expected = np.concatenate([prompt, small_ids("end", 9)])
     real_check, real_publish = SegmentWriter._check_rows, LocalStore.publish
     looks = 0
@@ -495,7 +486,7 @@ def test_a_writer_finds_that_what_it_names_is_gone(path: str, naming: str, momen
 
 
 def test_two_collections_at_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, handle, _ = _share(path)
+    writer, handle, _ = share(path)
     writer.close()
 
     def settle(self: ReclaimingStore, trace: str) -> float:
@@ -515,7 +506,7 @@ def test_two_collections_at_once(path: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_was_set_aside_again_is_not_dropped_by_who_did_before(path: str) -> None:
     """Only the later one has looked at what was published since it was brought back."""
-    writer, handle, _ = _share(path)
+    writer, handle, _ = share(path)
     writer.close()
     store, segment = LocalStore(), segment_of(handle)
     first = store.set_aside(path, segment)
@@ -570,7 +561,7 @@ def test_a_reader_comes_by_while_a_segment_is_aside(
 
 
 def test_an_interrupted_collection_brings_back_what_is_aside(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, _, _ = _share(path)
+    writer, _, _ = share(path)
     writer.close()
     before = list_segments(path)
 
@@ -626,7 +617,7 @@ def test_a_collection_killed_at_each_step(path: str, tmp_path: Any) -> None:
 
 
 def test_a_writer_needs_what_a_killed_collection_had_aside(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, handle, prompt = _share(path)
+    writer, handle, prompt = share(path)
 
     def killed() -> None:
         monkeypatch.setattr(LocalStore, "settle", lambda *_: _die())
@@ -645,7 +636,7 @@ def test_a_writer_needs_what_a_killed_collection_had_aside(path: str, monkeypatc
 @pytest.mark.parametrize("naming", NAMING)
 def test_a_writer_killed_at_each_step_while_what_it_names_is_aside(path: str, naming: str, tmp_path: Any) -> None:
     """What was there before is there after, and what it published can be read."""
-    writer, handle, prompt = _share(path)
+    writer, handle, prompt = share(path)
     writer.append("new", small_ids("older"))
     LocalStore().set_aside(path, segment_of(handle))
     state = str(tmp_path / "state")
@@ -681,80 +672,19 @@ def test_a_writer_killed_at_each_step_while_what_it_names_is_aside(path: str, na
 # Races of processes
 
 
-def _work(path: str, who: int, seconds: float, log: str) -> None:
-    """A writer that appends, shares, continues, deletes and reuses; what holds afterwards goes to ``log``."""
-    rng = random.Random(who)
-    prompt = small_ids(f"prompt {who}", 200)
-    mine: dict[str, Any] = {}
-    handles: list[tuple[Any, Any]] = []
-    gone = 0
-    trace = tracefile.open(path)
-    end = time.monotonic() + seconds
-    with small_writer(path) as writer:
-        step = 0
-        while time.monotonic() < end:
-            step += 1
-            name = f"{who}/{rng.randrange(6)}"
-            act = rng.choice(["append", "share", "share", "go on", "delete", "lazy", "many"])
-            new = small_ids(f"{who} {step}", rng.randrange(1, 60))
-            try:
-                if act == "append":
-                    handle, ids = writer.append(name, new), new
-                elif act == "share":
-                    ids = np.concatenate([prompt, new])
-                    handle = writer.append(name, ids)
-                elif act == "go on":
-                    old = mine.get(name, new[:0])
-                    start = rng.randrange(len(old) + 1)
-                    ids = np.concatenate([old[:start], new])
-                    handle = writer.append(name, new, start=start)
-                elif act == "lazy" and handles:
-                    old, old_ids = rng.choice(handles[-10:])
-                    ids = np.concatenate([old_ids, new])
-                    handle = writer.append(name, torch.cat([old, torch.from_numpy(new)]))
-                elif act == "many":
-                    ids = np.concatenate([prompt[:150], new])
-                    handle, _ = writer.append_many([(name, ids), (f"{who}/x", new)])
-                    mine[f"{who}/x"] = new
-                elif act == "delete" and name in mine:
-                    trace.delete_samples(name)
-                    del mine[name]
-                    continue
-                else:
-                    continue
-            except tracefile.SegmentMissingError:
-                assert act == "lazy", act  # its handle's rows were deleted; all else is at hand, or lives
-                gone += 1
-                continue
-            mine[name] = ids
-            handles.append((handle, ids))
-            np.testing.assert_array_equal(handle.numpy(), ids)
-    with open(log, "wb") as file:
-        pickle.dump((mine, step, gone), file)
-
-
 @pytest.mark.parametrize("settle", [0.0, 0.03])
 def test_writers_and_collections_race(path: str, tmp_path: Any, settle: float) -> None:
     small_writer(path).close()
-    seconds, writers = 5.0, 3
-    logs = [str(tmp_path / f"log{who}") for who in range(writers)]
-    pids = [
-        fork(lambda who=who: _work(path, who, seconds, logs[who]))  # type: ignore[misc]
-        for who in range(writers)
-    ]
-    end = time.monotonic() + seconds
-    removed = back = 0
-    while time.monotonic() < end:
+    removed = 0
+
+    def meanwhile() -> None:
+        nonlocal removed
         (done,) = collect(path, grace=0, settle=settle).traces
         removed += len(done.segments)
-        back += len(done.brought_back)
-    assert join(*pids) == [0] * writers
-    expected: dict[str, Any] = {}
-    for log in logs:
-        with open(log, "rb") as file:
-            mine, steps, _ = pickle.load(file)
-        assert steps > 10
-        expected |= mine
+
+    acts = ["append", "share", "share", "go on", "delete", "lazy", "many"]
+    expected, steps = race(path, tmp_path, writers=3, seconds=5.0, acts=acts, meanwhile=meanwhile)
+    assert min(steps) > 10
     assert removed > 5
     check_samples(path, expected)
     collect_now(path)
@@ -765,18 +695,10 @@ def test_writers_and_collections_race(path: str, tmp_path: Any, settle: float) -
 # Whole traces
 
 
-def _traces(directory: str, names: list[str]) -> list[str]:
-    paths = [f"{directory}/{name}" for name in names]
-    for path in paths:
-        with small_writer(path) as writer:
-            writer.append("a", small_ids(path))
-    return paths
-
-
 def test_the_newest_steps_are_kept(tmp_path: Any) -> None:
     """By number, whatever their names' order and that of their making."""
     directory = str(tmp_path)
-    _traces(directory, ["step_10.trace", "step_9.trace", "step_11.trace", "step_8.trace"])
+    small_traces(directory, ["step_10.trace", "step_9.trace", "step_11.trace", "step_8.trace"])
     os.makedirs(f"{directory}/step_1.notes")
     found = collect(directory, keep_steps=2, dry_run=True)
     assert len(os.listdir(directory)) == 5
@@ -792,7 +714,7 @@ def test_the_newest_steps_are_kept(tmp_path: Any) -> None:
 
 def test_without_numbers_the_newest_data_tell(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = str(tmp_path)
-    first, second, third = _traces(directory, ["z.trace", "y_5.trace", "x.trace"])
+    first, second, third = small_traces(directory, ["z.trace", "y_5.trace", "x.trace"])
     with small_writer(first) as writer:
         writer.append("b", small_ids("b"))  # again the newest
     result = collect(directory, keep_steps=2)
@@ -807,7 +729,7 @@ def test_without_numbers_the_newest_data_tell(tmp_path: Any, monkeypatch: pytest
 
 def test_the_oldest_traces_go_until_the_rest_fits(tmp_path: Any) -> None:
     directory = str(tmp_path)
-    paths = _traces(directory, [f"step_{step}.trace" for step in range(5)])
+    paths = small_traces(directory, [f"step_{step}.trace" for step in range(5)])
     sizes = [sum(h.shard_bytes for h in tracefile.open(path).segments.values()) for path in paths]
     assert collect(directory, max_bytes=sum(sizes)).freed_bytes == 0
     collect(directory, max_bytes=sum(sizes[3:]))
@@ -894,14 +816,14 @@ def test_a_sample_that_is_continued_meanwhile_is_not_deleted_for_its_age(path: s
 
 def test_a_trace_that_is_deleted_under_its_writer(tmp_path: Any) -> None:
     directory = str(tmp_path / "run")
-    (path,) = _traces(directory, ["step_1.trace"])
+    (path,) = small_traces(directory, ["step_1.trace"])
     with small_writer(path) as writer:
         writer.append("b", small_ids("b")[:9])
         handle = writer.append("b", small_ids("b"), start=0)
         reader = tracefile.open(path)
         opened = reader["a"]
         opened[:1].numpy()
-        _traces(directory, ["step_2.trace"])
+        small_traces(directory, ["step_2.trace"])
         assert collect(directory, keep_steps=1).traces[0].deleted_by == "keep-steps"
         tracefile.clear_cache()
         np.testing.assert_array_equal(opened.numpy(), small_ids(path))  # has the file open
@@ -946,7 +868,7 @@ def test_a_trace_that_is_replaced_at_the_moment_of_publishing(path: str, monkeyp
 
 def test_a_deletion_of_traces_killed_at_each_step(tmp_path: Any) -> None:
     directory, copy = str(tmp_path / "run"), str(tmp_path / "copy")
-    _traces(copy, ["step_1.trace", "step_2.trace", "step_3.trace"])
+    small_traces(copy, ["step_1.trace", "step_2.trace", "step_3.trace"])
     for at in range(1, 200):
         shutil.rmtree(directory, ignore_errors=True)
         shutil.copytree(copy, directory)
@@ -971,8 +893,8 @@ def test_a_deletion_of_traces_killed_at_each_step(tmp_path: Any) -> None:
 
 def test_a_trace_behind_a_link(tmp_path: Any) -> None:
     directory, elsewhere = str(tmp_path / "run"), str(tmp_path / "elsewhere")
-    _traces(elsewhere, ["real.trace"])
-    _traces(directory, ["step_2.trace"])
+    small_traces(elsewhere, ["real.trace"])
+    small_traces(directory, ["step_2.trace"])
     os.symlink(f"{elsewhere}/real.trace", f"{directory}/step_1.trace")
     with small_writer(f"{directory}/step_1.trace") as writer:
         writer.append("b", small_ids("b"))
