@@ -560,9 +560,9 @@ def test_writers_and_collections_race(url: str, tmp_path: Any) -> None:
         removed += len(done.segments)
 
     acts = ["append", "share", "share", "delete", "lazy"]
-    expected, steps = race(url, tmp_path, writers=2, seconds=3.0, acts=acts, meanwhile=meanwhile)
+    expected, steps = race(url, tmp_path, writers=2, seconds=8.0, acts=acts, meanwhile=meanwhile)
     assert min(steps) > 3
-    assert removed > 0
+    assert removed > 2
     check_samples(url, expected)
     collect_now(url)
     check_samples(url, expected)

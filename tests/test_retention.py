@@ -685,7 +685,7 @@ def test_writers_and_collections_race(path: str, tmp_path: Any, settle: float) -
     acts = ["append", "share", "share", "go on", "delete", "lazy", "many"]
     expected, steps = race(path, tmp_path, writers=3, seconds=5.0, acts=acts, meanwhile=meanwhile)
     assert min(steps) > 10
-    assert removed > 5
+    assert removed > 20
     check_samples(path, expected)
     collect_now(path)
     check_samples(path, expected)
